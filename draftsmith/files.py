@@ -1,0 +1,49 @@
+"""Files that are either complete or absent, and digests that name content."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def publish(path: Path, write: Callable[[Path], None]) -> None:
+    """Call `write(temporary)`, flush the result to disk, then rename it to `path`: a crash leaves the old file or the new.
+
+    The temporary file lies beside `path` (a rename is atomic only within one file system) and is removed on failure.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def publish_text(path: Path, text: str) -> None:
+    """Write `text` as UTF-8, atomically."""
+    publish(path, lambda temporary: temporary.write_text(text, encoding="utf-8") and None)
+
+
+def publish_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically."""
+    publish_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def digest(value: Any) -> str:
+    """Sixteen hex digits that name a JSON-serialisable value; the order of keys does not matter."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
