@@ -1,0 +1,65 @@
+# One command per stage; `make demo` is the whole pipeline. Every target sets up `.venv` first, which is a no-op afterwards.
+#   CONFIG  the experiment            make distill CONFIG=configs/demo.yaml
+#   ARGS    passed on as they are     make demo ARGS="evaluation.K=4"
+
+CONFIG ?= configs/demo.yaml
+RUN ?= runs/demo
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+STAGES := target prepare cache distill train-eagle eval-acceptance
+# The first Python that is new enough; PYTHON=/path/to/python overrides the search.
+FIND_PYTHON = for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done
+
+.PHONY: help setup demo $(STAGES) plan show-mask report test lint format types clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo              every stage on the embedded default, then the result table and runs/demo/report.html"
+	@echo "make test              the tests"
+	@echo "make STAGE             one of: $(STAGES); with CONFIG=FILE and ARGS=\"key.sub=value ...\""
+	@echo "make plan, show-mask   what would run, and prepared samples with their masks; with CONFIG=FILE"
+	@echo "make report RUN=DIR    rebuilds the report of a run"
+	@echo "make lint, types, format, setup, clean"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(FIND_PYTHON); test -n "$$python" || { echo "Draftsmith needs Python 3.11 or newer: install it, or give PYTHON=/path/to/python"; exit 2; }; \
+	test -x $(BIN)/python || $$python -m venv $(VENV)
+	@echo "installing into $(VENV): some minutes the first time"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/draftsmith demo $(ARGS)
+
+$(STAGES) plan show-mask: setup
+	$(BIN)/draftsmith $@ $(CONFIG) $(ARGS)
+
+report: setup
+	$(BIN)/draftsmith report $(RUN)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# mypy sees the names under which the folders are installed.
+types: setup
+	@rm -rf .typecheck && mkdir -p .typecheck/draftsmith
+	@for folder in data models train eval configs; do ln -s ../../$$folder .typecheck/draftsmith/$$folder; done
+	@for file in draftsmith/*.py; do ln -s ../../$$file .typecheck/$$file; done
+	$(BIN)/mypy
+
+clean:
+	rm -rf build dist *.egg-info .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The configs that are installed with the package, so that `draftsmith demo` works outside the repository."""

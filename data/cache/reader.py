@@ -1,0 +1,154 @@
+"""Random access to a cache, memory-mapped: any row, decoded to float32, without reading the others.
+
+Knows shards and codecs. Does not know the target: it only compares fingerprints.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from draftsmith.data.cache.codecs import DISTRIBUTION_CODECS, STATE_CODECS, tensor_name
+from draftsmith.data.cache.manifest import Manifest, read_manifest
+from draftsmith.data.cache.writer import shard_damage
+from draftsmith.errors import UserError
+
+ALWAYS = ("token_ids", "supervised", "offsets", "domain_of")
+
+
+class CachedRow(NamedTuple):
+    """One row of T tokens (A taps, width W, k kept tokens); a field that the cache lacks is None.
+
+    token_ids: int32 [T]; supervised: bool [T]; taps: float32 [T, A, W]; last: float32 [T, W];
+    distribution: ids int64 [T, k] and true log-probabilities float32 [T, k], entry t being p(x_{t+1} | x_≤t).
+    """
+
+    token_ids: np.ndarray
+    supervised: np.ndarray
+    taps: np.ndarray | None
+    last: np.ndarray | None
+    distribution: tuple[np.ndarray, np.ndarray] | None
+    domain: str
+
+
+class CacheReader(Sequence[CachedRow]):
+    """The rows of a cache in the order of the prepared rows. Refuses an incomplete, damaged or foreign cache."""
+
+    def __init__(self, folder: Path, target_fingerprint: str | None = None) -> None:
+        """Check manifest, presence, size and tensor names of all shards (`verify`: every byte). Raises `UserError`."""
+        self.folder = Path(folder)
+        self.manifest = manifest = read_manifest(self.folder)
+        if target_fingerprint is not None and target_fingerprint != manifest.target:
+            raise UserError(
+                f"{self.folder}: made from target {manifest.target}, not {target_fingerprint}; make the cache again"
+            )
+        if not manifest.shards:
+            raise UserError(f"{self.folder}: the cache is empty; run `draftsmith cache`")
+        if manifest.missing_rows:
+            raise UserError(
+                f"{self.folder}: {manifest.missing_rows} of {manifest.rows} rows are missing; resume `draftsmith cache`"
+            )
+        _check_codecs(self.folder, manifest)
+        self._handles: dict[int, Any] = {}
+        self._offsets: list[np.ndarray] = []
+        domain_of: list[np.ndarray] = []
+        for number in range(len(manifest.shards)):
+            self._check(number)
+            self._offsets.append(self._handle(number).get_tensor("offsets").numpy())
+            domain_of.append(self._handle(number).get_tensor("domain_of").numpy())
+        self._domain_of = np.concatenate(domain_of)
+        self._first = np.cumsum([0, *(len(offsets) - 1 for offsets in self._offsets)])
+        self.lengths: np.ndarray = np.concatenate([np.diff(offsets) for offsets in self._offsets])  # int64 [rows]
+        self.domains: list[str] = manifest.domains
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The blocks whose outputs are stored, counted from 0."""
+        return tuple(self.manifest.fields.get("taps", {}).get("blocks", ()))
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        number = int(np.searchsorted(self._first, index, side="right")) - 1
+        start, end = (int(self._offsets[number][index - self._first[number] + step]) for step in (0, 1))
+        handle = self._handle(number)
+
+        def read(name: str) -> Any:
+            return handle.get_slice(name)[start:end]
+
+        return decode_row(self.manifest.fields, read, self.domain(index))
+
+    def __iter__(self) -> Iterator[CachedRow]:
+        return (self[index] for index in range(len(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_handles": {}}  # open files do not travel to worker processes
+
+    def domain(self, index: int) -> str:
+        """The domain of a row, without reading it."""
+        return self.domains[self._domain_of[index]]
+
+    def verify(self) -> list[str]:
+        """Read every byte and return what is damaged, one line a shard, beginning with its name."""
+        return [found for shard in self.manifest.shards if (found := shard_damage(self.folder, shard))]
+
+    def _handle(self, number: int) -> Any:
+        if number not in self._handles:
+            path = self.folder / self.manifest.shards[number].name
+            try:
+                self._handles[number] = safe_open(path, "pt")
+            except SafetensorError as error:
+                raise UserError(f"{path}: damaged ({error}); run `draftsmith cache` to rebuild this shard") from error
+        return self._handles[number]
+
+    def _check(self, number: int) -> None:
+        shard = self.manifest.shards[number]
+        if damage := shard_damage(self.folder, shard, every_byte=False):
+            raise UserError(f"{self.folder}: {damage}; run `draftsmith cache` to rebuild this shard")
+        missing = sorted(set(shard_tensors(self.manifest)) - set(self._handle(number).keys()))
+        if missing:
+            raise UserError(
+                f"{self.folder}: {shard.name} lacks field {missing[0]}; delete the shard and run `draftsmith cache`"
+            )
+
+
+def decode_row(fields: dict[str, dict[str, Any]], read: Callable[[str], Tensor], domain: str) -> CachedRow:
+    """The row whose stored tensors `read` returns by name, with every field decoded as the manifest's `fields` say."""
+    states: dict[str, np.ndarray | None] = {"taps": None, "last": None}
+    for field in states:
+        if about := fields.get(field):
+            codec = STATE_CODECS[about["codec"]]
+            decoded = codec.decode({part: read(tensor_name(field, part)) for part in codec.parts})
+            states[field] = (decoded[:, 0] if field == "last" else decoded).numpy()
+    distribution = None
+    if about := fields.get("distribution"):
+        teacher = DISTRIBUTION_CODECS[about["codec"]]
+        ids, log_probs = teacher.decode({part: read(tensor_name("distribution", part)) for part in teacher.parts})
+        distribution = ids.numpy(), log_probs.numpy()
+    token_ids, supervised = read("token_ids").numpy(), read("supervised").numpy()
+    return CachedRow(token_ids, supervised, states["taps"], states["last"], distribution, domain)
+
+
+def shard_tensors(manifest: Manifest) -> list[str]:
+    """The names of all tensors that each shard of a cache holds."""
+    names = list(ALWAYS)
+    for field, about in manifest.fields.items():
+        codec: Any = (DISTRIBUTION_CODECS if field == "distribution" else STATE_CODECS)[about["codec"]]
+        names += [tensor_name(field, part) for part in codec.parts]
+    return names
+
+
+def _check_codecs(folder: Path, manifest: Manifest) -> None:
+    for field, about in manifest.fields.items():
+        known: dict[str, Any] = DISTRIBUTION_CODECS if field == "distribution" else STATE_CODECS
+        if field not in ("taps", "last", "distribution") or about.get("codec") not in known:
+            raise UserError(
+                f"{folder}: field {field} has unknown codec {about.get('codec')!r}; this version reads {sorted(known)}"
+            )

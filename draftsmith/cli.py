@@ -1,0 +1,183 @@
+"""The `draftsmith` command: arguments in, exit code out (0 done, 2 the user's input is wrong, 1 a fault of ours).
+
+Imports nothing heavy before a command runs, so that `--help` is instant.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from draftsmith.errors import UserError
+
+if TYPE_CHECKING:
+    from draftsmith.config import Loaded
+
+app = typer.Typer(
+    name="draftsmith",
+    help="Train draft models and EAGLE heads for speculative decoding, and measure what they are worth.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY.SUB=VALUE]...", help="fields of the config to override", show_default=False),
+]
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit with its code."""
+    try:
+        app(args=arguments, prog_name="draftsmith")
+    except UserError as error:
+        print(f"draftsmith: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(0)
+
+
+def say(text: str) -> None:
+    """Print one line at once, also into a log file."""
+    print(text, flush=True)
+
+
+def _load(config: Path, overrides: list[str] | None) -> "Loaded":
+    if not config.exists():  # said before the schema and torch are imported
+        raise UserError(f"{config}: no such config; give the path of a YAML file, such as configs/demo.yaml")
+    from draftsmith.config import load_config
+
+    return load_config(config, overrides or ())
+
+
+def _run(loaded: "Loaded", stage: str) -> Path:
+    """Run what `stage` needs and is not up to date; returns the run folder."""
+    from draftsmith.run import RunFolder, execute, needed, schedule
+    from draftsmith.stages import Work, stage_units
+
+    work = Work(loaded.config, say)
+    units, folder = needed(stage_units(loaded.config, work), stage), RunFolder(loaded.config.run)
+    folder.describe(loaded)
+    try:
+        if any(schedule(units, folder).values()):
+            work.write_environment()
+        execute(units, folder, say)
+    finally:
+        work.tracking.close()
+    return folder.path
+
+
+def _print_results(run: Path) -> None:
+    from rich.console import Console
+
+    from draftsmith.eval.report import console_tables, verdict
+    from draftsmith.eval.results import load_results
+
+    results = load_results(run)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for table in console_tables(results):
+        console.print(table)
+    say(verdict(results).text)
+
+
+@app.command()
+def demo(overrides: Overrides = None) -> None:
+    """Run all stages on the embedded default config and print what the drafts are worth."""
+    from draftsmith.config import embedded
+
+    run = _run(_load(embedded("demo"), overrides), "report")
+    _print_results(run)
+    say(f"report: {run / 'report.html'}")
+
+
+@app.command()
+def target(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train a small target from scratch, where the config asks for one."""
+    _run(_load(config, overrides), "target")
+
+
+@app.command()
+def prepare(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Turn text and conversations into token rows with loss masks."""
+    _run(_load(config, overrides), "prepare")
+
+
+@app.command()
+def cache(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Write the target's distributions and hidden states to disk."""
+    _run(_load(config, overrides), "cache")
+
+
+@app.command()
+def distill(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train a draft LM on the cache."""
+    _run(_load(config, overrides), "distill")
+
+
+@app.command("train-eagle")
+def train_eagle(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train the config's EAGLE heads on the cache."""
+    _run(_load(config, overrides), "train-eagle")
+
+
+@app.command("eval-acceptance")
+def eval_acceptance(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Measure alpha, tokens per verify, speed and exactness of every draft."""
+    _print_results(_run(_load(config, overrides), "eval-acceptance"))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="run folder, such as runs/demo", show_default=False)],
+) -> None:
+    """Rebuild the HTML report of a run."""
+    from draftsmith.eval.report import build_report
+
+    page = build_report(run)
+    _print_results(run)
+    say(f"report: {page}")
+
+
+@app.command()
+def plan(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Say what would run and what it needs; run nothing."""
+    from draftsmith.plan import print_plan
+
+    print_plan(_load(config, overrides).config)
+
+
+@app.command("show-mask")
+def show_mask(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    count: Annotated[int, typer.Option(min=1, help="samples per domain")] = 1,
+    split: Annotated[str, typer.Option(help="train or held_out")] = "train",
+) -> None:
+    """Print prepared samples with the supervised tokens coloured."""
+    from draftsmith.inspect_data import print_masks
+
+    print_masks(_load(config, overrides).config, split, count)
+
+
+CachePath = Annotated[
+    Path, typer.Argument(metavar="PATH", help="cache folder, such as runs/demo/cache", show_default=False)
+]
+
+
+@app.command("cache-info")
+def cache_info(path: CachePath) -> None:
+    """Print what is in a cache."""
+    from draftsmith.inspect_data import print_cache_info
+
+    print_cache_info(path)
+
+
+@app.command("cache-verify")
+def cache_verify(path: CachePath) -> None:
+    """Check every byte of a cache; name what is damaged."""
+    from draftsmith.inspect_data import print_cache_damage
+
+    print_cache_damage(path)

@@ -1,0 +1,211 @@
+"""The run folder and its memory: which unit of work is still good, which must run, and why.
+
+Knows units as named work with settings, inputs and outputs; knows nothing of what they do. A unit is skipped when its
+settings, the runs of its inputs and its outputs are what its record says. A unit that ran again makes all that was
+built on it stale even with equal settings: training need not repeat bit for bit.
+"""
+
+import hashlib
+import json
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draftsmith import __version__
+from draftsmith.config import Loaded
+from draftsmith.errors import UserError
+from draftsmith.files import digest, publish_json, publish_text
+
+RECORDS = "stages"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One piece of a stage that is skipped or runs as a whole.
+
+    `settings`: JSON, all that its result depends on beside its inputs. `inputs`: keys of earlier units. `outputs`:
+    files and folders below the run folder that `work` makes; what lies there from other settings is removed before
+    it runs, except where the unit `resumes` and judges that itself.
+    """
+
+    stage: str
+    name: str
+    settings: dict[str, Any]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    work: Callable[[], None] = field(compare=False)
+    resumes: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.stage} {self.name}".strip()
+
+
+class RunFolder:
+    """`<run_root>/<name>/`: what the user set, what followed from it, and one record per unit that has run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def describe(self, loaded: Loaded) -> None:
+        """Write run.yaml (only what the user set) and resolved.yaml. Raises UserError where that is impossible."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"run_root: {self.path} cannot be made ({error.strerror}); give another run_root"
+            ) from error
+        publish_text(self.path / "run.yaml", _yaml(loaded.given))
+        publish_text(self.path / "resolved.yaml", _yaml(loaded.config.model_dump(mode="json")))
+
+    def record(self, key: str) -> dict[str, Any] | None:
+        """What is known of the last run of a unit. A damaged record counts as none: the unit runs again."""
+        try:
+            record = json.loads(self._place(key).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+        return record if isinstance(record, dict) else None
+
+    def reason(self, unit: Unit, running: Sequence[str] = ()) -> str:
+        """Why `unit` must run, "" when it need not. `running`: keys of units that run before it in the same call."""
+        record = self.record(unit.key)
+        if record is None or "id" not in record:
+            return "not done yet" if record is None else "interrupted last time"
+        if record.get("version") != __version__:
+            return f"made by version {record.get('version')}"
+        if changed := _differences(record.get("settings"), unit.settings):
+            return "changed: " + ", ".join(changed[:4]) + (", …" if len(changed) > 4 else "")
+        for key in unit.inputs:
+            if key in running or self._id(key) != record.get("inputs", {}).get(key):
+                return f"{key} is new"
+        for name, size in record["outputs"].items():
+            if _size(self.path / name) != size:
+                return f"{name} is missing or changed"
+        return ""
+
+    def run(self, unit: Unit) -> float:
+        """Run `unit` and record it; returns the seconds it took. A failure leaves a record that says "started"."""
+        self._clear(unit)
+        state = {"unit": unit.key, "version": __version__, "settings": unit.settings}
+        publish_json(self._place(unit.key), state | {"inputs": {}, "state": "started"})
+        started = time.monotonic()
+        unit.work()
+        seconds = time.monotonic() - started
+        finished = {
+            "id": uuid.uuid4().hex,
+            "inputs": {key: self._id(key) for key in unit.inputs},
+            "outputs": self._sizes(unit),
+            "seconds": round(seconds, 1),
+        }
+        publish_json(self._place(unit.key), state | finished)
+        return seconds
+
+    def _clear(self, unit: Unit) -> None:
+        record = self.record(unit.key)
+        if unit.resumes or (
+            record is not None and "id" not in record and not _differences(record["settings"], unit.settings)
+        ):
+            return
+        for name in unit.outputs:
+            place = self.path / name
+            if place.is_dir():
+                shutil.rmtree(place)
+            else:
+                place.unlink(missing_ok=True)
+
+    def _sizes(self, unit: Unit) -> dict[str, int]:
+        """Bytes of every file below the unit's outputs. Raises where one was not made: a fault of ours."""
+        sizes: dict[str, int] = {}
+        for name in unit.outputs:
+            place = self.path / name
+            files = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
+            sizes |= {path.relative_to(self.path).as_posix(): path.stat().st_size for path in files}
+        return sizes
+
+    def _id(self, key: str) -> str | None:
+        return (self.record(key) or {}).get("id")
+
+    def _place(self, key: str) -> Path:
+        return self.path / RECORDS / f"{key.replace(' ', '.')}.json"
+
+
+def execute(units: Sequence[Unit], folder: RunFolder, say: Callable[[str], None]) -> list[str]:
+    """Run what must run, in order, and say of every stage what happened. Returns the keys of the units that ran."""
+    ran: list[str] = []
+    for stage, group in groupby(units, key=lambda unit: unit.stage):
+        own = list(group)
+        reasons = {unit.key: folder.reason(unit) for unit in own}
+        if not any(reasons.values()):
+            say(f"{stage}: unchanged, skipped")
+            continue
+        for unit in own:
+            if not reasons[unit.key]:
+                say(f"{unit.key}: unchanged, skipped")
+                continue
+            say(f"{unit.key}: runs ({reasons[unit.key]})")
+            seconds = folder.run(unit)
+            ran.append(unit.key)
+            say(f"{unit.key}: done in {seconds:.0f} s")
+    return ran
+
+
+def schedule(units: Sequence[Unit], folder: RunFolder) -> dict[str, str]:
+    """For each unit why it would run, "" where it would be skipped; runs nothing."""
+    reasons: dict[str, str] = {}
+    for unit in units:
+        running = [key for key, reason in reasons.items() if reason]
+        reasons[unit.key] = folder.reason(unit, running)
+    return reasons
+
+
+def needed(units: Sequence[Unit], stage: str) -> list[Unit]:
+    """The units of `stage` and all they rest on, in their order."""
+    wanted = {unit.key for unit in units if unit.stage == stage}
+    for unit in reversed(units):
+        if unit.key in wanted:
+            wanted |= set(unit.inputs)
+    return [unit for unit in units if unit.key in wanted]
+
+
+def stamp(path: Path, content: bool) -> str:
+    """What changes when a file or folder outside the run folder does: names and sizes, and the content or the times.
+
+    `content` reads every byte (text); without it the time of change stands for the content (weights of many gigabytes).
+    A path that is not there has a stamp too: whoever reads it says what is wrong.
+    """
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    entries: list[Any] = []
+    for file in files:
+        if not file.is_file():
+            return "missing"
+        about = file.stat()
+        mark: Any = about.st_mtime_ns
+        if content:
+            with file.open("rb") as stream:
+                mark = hashlib.file_digest(stream, "sha256").hexdigest()
+        entries.append([file.relative_to(path).as_posix() if path.is_dir() else file.name, about.st_size, mark])
+    return digest(entries)
+
+
+def _differences(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """Dotted names of the settings in which two nested values differ. Tuples equal lists, as in JSON."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = [*new, *(key for key in old if key not in new)]
+        return [name for key in keys for name in _differences(old.get(key), new.get(key), f"{prefix}{key}.")]
+    same = json.dumps(old, sort_keys=True, default=str) == json.dumps(new, sort_keys=True, default=str)
+    return [] if same else [prefix.rstrip(".") or "settings"]
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _yaml(values: dict[str, Any]) -> str:
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=110)

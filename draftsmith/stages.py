@@ -1,0 +1,351 @@
+"""The stages of a run as units of work: what each depends on, what it leaves behind, and the one call that does it.
+
+    target → prepare → cache → distill, train-eagle → eval-acceptance → report
+
+Knows the order and the folders; each stage's own module knows how. One thin function per call keeps the seams here.
+"""
+
+import dataclasses
+import functools
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.config import Config
+from draftsmith.environment import describe_environment
+from draftsmith.errors import UserError
+from draftsmith.eval.results import SCHEMA
+from draftsmith.files import publish_json
+from draftsmith.progress import ticker
+from draftsmith.run import Unit, stamp
+from draftsmith.tracking import Tracking
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from draftsmith.data.cache.reader import CacheReader
+    from draftsmith.data.rows import Rows
+    from draftsmith.eval.acceptance import PlainRuns
+    from draftsmith.eval.drafters import Drafter
+    from draftsmith.models.target import Target
+
+STAGES = ("target", "prepare", "cache", "distill", "train-eagle", "eval-acceptance", "report")
+TRAINED = "distilled"  # the draft LM's name; its starting point is "untrained"
+TRAINING_INPUTS = ("target", "prepare", "cache")  # the held-out rows choose the weights that are kept
+# Settings that change how fast a stage is and not what it makes: to change one is no reason to run again.
+SPEED = {"cache": {"batch_tokens"}}
+
+
+def stage_units(config: Config, work: "Work") -> list[Unit]:
+    """All units of a config in an order in which each comes after its inputs."""
+    resolved = config.model_dump(mode="json")
+    data, seed = resolved["data"] | {"content": data_content(config)}, config.seed
+    of_cache = {key: value for key, value in resolved["cache"].items() if key not in SPEED["cache"]}
+    units = [
+        _target_unit(config, work, data),
+        Unit("prepare", "", {"data": data}, ("target",), ("rows",), work.prepare),
+        Unit(
+            "cache",
+            "",
+            {"cache": of_cache, "dtype": config.target.dtype},
+            ("target", "prepare"),
+            ("cache",),
+            work.cache,
+            True,
+        ),
+        Unit(
+            "distill",
+            "",
+            {"distill": resolved["distill"], "seed": seed},
+            TRAINING_INPUTS,
+            ("draft",),
+            work.distill,
+        ),
+    ]
+    for name, settings in resolved["eagle"].items():
+        train = functools.partial(work.train_eagle, name)
+        units.append(
+            Unit("train-eagle", name, {"eagle": settings, "seed": seed}, TRAINING_INPUTS, (f"eagle/{name}",), train)
+        )
+    measured = {key: value for key, value in resolved["evaluation"].items() if key != "drafts"}
+    for draft in dict.fromkeys(config.evaluation.drafts):
+        inputs = ("target", "prepare", *_trained_by(draft, config))
+        evaluate = functools.partial(work.evaluate, draft)
+        units.append(
+            Unit("eval-acceptance", draft, {"evaluation": measured}, inputs, (f"eval/{draft}.json",), evaluate)
+        )
+    results = tuple(unit.key for unit in units if unit.stage == "eval-acceptance")
+    units.append(Unit("report", "", {}, results, ("report.html", "plots"), work.report))
+    return units
+
+
+def _target_unit(config: Config, work: "Work", data: dict[str, Any]) -> Unit:
+    path = config.target.path
+    if path is None:
+        scratch = config.target.scratch.model_dump(mode="json")
+        # The target learns from the whole corpus; the caps are for the rows that drafts are made from.
+        whole = {key: value for key, value in data.items() if key not in ("train_tokens", "held_out_tokens")}
+        settings = {"scratch": scratch, "data": whole, "seed": config.seed}
+        return Unit("target", "", settings, (), ("target-rows", "target"), work.train_target)
+    local = Path(path).expanduser()
+    content = stamp(local, content=False) if local.exists() else "hub"
+    settings = {"path": path, "content": content, "trust_remote_code": config.target.trust_remote_code}
+    return Unit("target", "", settings, (), (), work.check_target)
+
+
+def _trained_by(draft: str, config: Config) -> tuple[str, ...]:
+    if draft in (TRAINED, "untrained"):
+        return ("distill",)
+    return (f"train-eagle {draft}",) if draft in config.eagle else ()
+
+
+def data_content(config: Config) -> list[str]:
+    """One mark per source that changes when its text does: a digest of local files, or the version of Python."""
+    marks = []
+    for source in config.data.sources:
+        if source.kind == "python":
+            marks.append(f"python {platform.python_version()}")
+        elif source.kind == "hub":
+            marks.append("hub")
+        else:
+            marks.append(stamp(Path(source.path or "").expanduser(), content=True))
+    return marks
+
+
+class Work:
+    """The stages' calls, and what they share: corpus, target and cache are opened once, when first needed."""
+
+    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+        self.config, self.run, self.say = config, config.run, say
+        self.tracking = Tracking(
+            config.tracking.trackers, config.tracking.project, self.run, config.model_dump(mode="json")
+        )
+
+    @property
+    def target_path(self) -> str:
+        path = self.config.target.path
+        return (
+            str(self.run / "target")
+            if path is None
+            else str(Path(path).expanduser())
+            if Path(path).expanduser().exists()
+            else path
+        )
+
+    @property
+    def device(self) -> str:
+        import torch
+
+        chosen = self.config.target.device
+        if chosen == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        if chosen.startswith("cuda") and not torch.cuda.is_available():
+            raise UserError(f"target.device: {chosen} is not available on this machine; use auto or cpu")
+        return chosen
+
+    @functools.cached_property
+    def documents(self) -> "Dataset":
+        from draftsmith.data.corpus import load_documents
+
+        return load_documents(self.config.data)
+
+    @functools.cached_property
+    def target(self) -> "Target":
+        from draftsmith.models.target import Target
+
+        settings = self.config.target
+        return Target.load(self.target_path, settings.dtype, self.device, settings.trust_remote_code)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer alone: rows need no weights."""
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(
+                self.target_path, trust_remote_code=self.config.target.trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"target.path: {self.target_path} has no usable tokenizer ({reason})") from error
+
+    @functools.cached_property
+    def reader(self) -> "CacheReader":
+        from draftsmith.data.cache.reader import CacheReader
+
+        return CacheReader(self.run / "cache", self.target.fingerprint())
+
+    @functools.cached_property
+    def prompts(self) -> dict[str, list[list[int]]]:
+        from draftsmith.eval.acceptance import held_out_prompts
+
+        return held_out_prompts(self.rows("held_out"), self.config.evaluation, self.target.context)
+
+    @functools.cached_property
+    def plain(self) -> "PlainRuns":
+        """Plain greedy decoding of the prompts, done once for all drafts."""
+        from draftsmith.eval.acceptance import PlainRuns
+
+        return PlainRuns()
+
+    def rows(self, split: str) -> "Rows":
+        from draftsmith.data.rows import Rows
+
+        return Rows.open(self.run / "rows", split)
+
+    def train_target(self) -> None:
+        """Tokenizer, rows of the whole corpus, weights."""
+        from draftsmith.data.rows import Rows, prepare
+        from draftsmith.data.tokenizer import train_tokenizer
+        from draftsmith.train.pretrain import pretrain
+
+        scratch, folder = self.config.target.scratch, self.run / "target-rows"
+        tokenizer = train_tokenizer(self.documents, scratch.vocabulary)
+        whole = self.config.data.model_copy(update={"train_tokens": {}, "held_out_tokens": {}})
+        prepare(whole, tokenizer, folder, self.documents)
+        train, held_out = (Rows.open(folder, split) for split in ("train", "held_out"))
+        log = self.tracking.log("target")
+        self._summary(pretrain(tokenizer, train, held_out, scratch, self.run / "target", self.config.seed, log))
+
+    def check_target(self) -> None:
+        """A target that exists already: its folder must hold weights, and its tokenizer must load."""
+        path = Path(self.config.target.path or "").expanduser()
+        looks_local = path.is_absolute() or str(self.config.target.path).startswith((".", "~")) or len(path.parts) > 2
+        if not path.exists() and looks_local:
+            raise UserError(
+                f"target.path: {path} does not exist; give a model's folder, a hub name, or null to train one"
+            )
+        if path.exists() and not any(path.glob("*.safetensors")):
+            raise UserError(
+                f"target.path: {path} has no *.safetensors weights; give a model's folder, or null to train one"
+            )
+        self.say(f"target: {self.target_path}, {len(self.tokenizer):,} tokens in its vocabulary")
+
+    def prepare(self) -> None:
+        """Rows with loss masks, cut as the target's tokenizer says."""
+        from draftsmith.data.rows import prepare
+
+        summary = prepare(self.config.data, self.tokenizer, self.run / "rows", self.documents)
+        Console().print(rows_table(summary))
+
+    def cache(self) -> None:
+        """What the target knows about the rows, on disk."""
+        from draftsmith.data.cache.build import build_cache
+
+        about = build_cache(self.target, self.rows("train"), self.run / "cache", self.config.cache)
+        size = f"{about['bytes'] / 1e6:,.1f} MB, {about['bytes_per_token']:,.0f} bytes per token"
+        self.say(
+            f"cache: {about['rows']:,} rows, {about['tokens']:,} tokens, {size}, kept mass {about['kept_mass']:.4f}"
+        )
+
+    def distill(self) -> None:
+        """The draft LM, and its untrained start."""
+        from draftsmith.train.distill import distill
+
+        log = self.tracking.log("distill")
+        summary = distill(
+            self.target,
+            self.reader,
+            self.rows("held_out"),
+            self.config.distill,
+            self.run / "draft",
+            self.config.seed,
+            log,
+        )
+        self._summary(dataclasses.asdict(summary))
+
+    def train_eagle(self, name: str) -> None:
+        """One EAGLE head."""
+        from draftsmith.train.eagle import train_eagle
+
+        settings, folder, log = self.config.eagle[name], self.run / "eagle" / name, self.tracking.log(name)
+        summary = train_eagle(self.target, self.reader, self.rows("held_out"), settings, folder, self.config.seed, log)
+        self._summary(dataclasses.asdict(summary))
+
+    def evaluate(self, draft: str) -> None:
+        """One draft's acceptance, speed and exactness, as `eval/<draft>.json`."""
+        from draftsmith.eval.acceptance import evaluate
+
+        settings = self.config.evaluation
+        total = len(settings.temperatures) * sum(map(len, self.prompts.values()))
+        drafter, about = self._drafter(draft)
+        with ticker(f"eval-acceptance {draft}", total, "prompts") as progress:
+            results = evaluate(self.target, drafter, self.prompts, settings, self.plain, progress.advance)
+        document = {
+            "schema": SCHEMA,
+            "draft": about,
+            "target": {"path": self.config.target.path or "target", "fingerprint": self.target.fingerprint()},
+            "settings": settings.model_dump(mode="json", exclude={"drafts"}),
+            "results": results,
+        }
+        publish_json(self.run / "eval" / f"{draft}.json", document)
+
+    def _drafter(self, draft: str) -> tuple["Drafter", dict[str, Any]]:
+        """The drafter of that name, and what the result says of it. Paths are relative to the run folder."""
+        from draftsmith.eval.drafters import EagleDrafter, LMDrafter, PromptLookup
+        from draftsmith.models.draft import DraftLM
+        from draftsmith.models.eagle import EagleHead
+
+        if draft == "prompt-lookup":
+            return PromptLookup(), {"kind": draft, "path": None, "parameters": 0}
+        if draft == "oracle":
+            return LMDrafter(self.target), {"kind": draft, "path": None, "parameters": _parameters(self.target.model)}
+        if draft in self.config.eagle:
+            head = EagleHead.load(self.run / "eagle" / draft, self.target)
+            return EagleDrafter(head), {
+                "kind": head.config.kind,
+                "path": f"eagle/{draft}",
+                "parameters": _parameters(head),
+            }
+        model = DraftLM.load(self.run / "draft" / draft, self.target)
+        return LMDrafter(model), {"kind": "draft-lm", "path": f"draft/{draft}", "parameters": _parameters(model.model)}
+
+    def report(self) -> None:
+        """The page, and where it was made."""
+        from draftsmith.eval.report import build_report
+
+        self.say(f"report: {build_report(self.run)}")
+
+    def write_environment(self) -> None:
+        """environment.json: what the run's numbers were made on."""
+        publish_json(self.run / "environment.json", describe_environment())
+
+    def _summary(self, summary: dict[str, Any] | None) -> None:
+        for key, value in (summary or {}).items():
+            shown = (
+                value
+                if not isinstance(value, dict)
+                else ", ".join(f"{name} {_short(item)}" for name, item in value.items())
+            )
+            self.say(f"  {key.replace('_', ' ')}: {_short(shown)}")
+
+
+def _parameters(module: Any) -> int:
+    """Stored numbers of a `torch` module; a tensor that two places share counts once."""
+    return sum(tensor.numel() for tensor in module.parameters())
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_short, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def rows_table(summary: dict[str, Any]) -> Table:
+    """Rows, tokens, supervised share and drops per split and domain, of what `prepare` returned."""
+    table = Table(title="prepared rows", title_justify="left", title_style="bold")
+    for heading in ("split", "domain"):
+        table.add_column(heading)
+    for heading in ("rows", "tokens", "supervised"):
+        table.add_column(heading, justify="right")
+    table.add_column("dropped")
+    for split in ("train", "held_out"):
+        for domain, counts in (*summary[split]["domains"].items(), ("all", summary[split])):
+            drops = ", ".join(f"{count} {reason}" for reason, count in counts["drops"].items())
+            numbers = (f"{counts['rows']:,}", f"{counts['tokens']:,}", f"{counts['supervised_share']:.1%}")
+            table.add_row(split, domain, *numbers, drops, end_section=domain == "all")
+    return table

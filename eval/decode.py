@@ -1,0 +1,251 @@
+"""Speculative decoding: draft, verify in one target forward, accept, go on.
+
+`decode` is the whole algorithm, for any drafter, for a batch of prompts. Plain decoding is the same engine without drafts.
+Knows nothing of files, domains or metrics; it records what `draftsmith.eval.metrics` needs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.errors import UserError
+from draftsmith.eval import rules
+from draftsmith.eval.drafters import Committed, Drafter, EagleDrafter, LMDrafter, NoDraft
+from draftsmith.eval.sampling import Sampler
+from draftsmith.eval.tree import Proposal
+from draftsmith.models.draft import DraftLM
+from draftsmith.models.eagle import EagleHead
+from draftsmith.models.lm import LanguageModel
+from draftsmith.models.target import Target
+
+
+@dataclass(frozen=True)
+class Verify:
+    """One verify step of one prompt.
+
+    drafted: tokens on the drafted path (the tree's depth); accepted: how many of them stayed; emitted: accepted + 1 unless cut by
+    EOS or the length cap; overlaps: acceptance probability at each drafted position reached (see `rules.Accepted`); hits: whether
+    each of these was accepted. Positions beyond a cut are not reached.
+    """
+
+    drafted: int
+    accepted: int
+    emitted: int
+    overlaps: tuple[float, ...]
+    hits: tuple[bool, ...]
+
+
+@dataclass
+class Decoded:
+    """tokens: the new ones. finish_reason: "stop" after an EOS token (which is kept), "length" at the cap."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    trace: list[Verify] = field(default_factory=list)
+    text: str = ""
+
+
+@torch.inference_mode()
+def decode(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    K: int,
+    sampler: Sampler,
+    max_new_tokens: int,
+    seed: int | None = 0,
+    names: Sequence[int] | None = None,
+    eos_ids: frozenset[int] | None = None,
+) -> list[Decoded]:
+    """Decode every prompt until EOS or `max_new_tokens`.
+
+    Each prompt's random stream is made from `seed` and its name (default: its index), so that the result does not depend on
+    how prompts are batched. Raises UserError for an empty prompt, one that does not fit the target's context, or K < 1.
+    """
+    _check(target, prompts, K, max_new_tokens)
+    eos = target.eos_ids if eos_ids is None else eos_ids
+    results = [Decoded(list(prompt)) for prompt in prompts]
+    active = list(range(len(prompts)))
+    sampler.start(seed, list(names) if names is not None else active)
+    longest = max(map(len, prompts)) + max_new_tokens + K + 1
+    target_cache = target.new_cache(len(prompts), longest)
+    drafter.begin(len(prompts), longest)
+    # Prefill all but the last token of each prompt: that one is pending, and the first verify reads it.
+    states = _prefill(target, drafter, target_cache, prompts)
+
+    while active:
+        # 1. Draft: a tree of tokens below the pending one, and the q that each was drawn from.
+        committed = [results[i].prompt + results[i].tokens for i in active]
+        proposal = drafter.propose(Committed(committed, *states), K, sampler)
+
+        # 2. Verify: the target reads the whole tree in one forward; p is its distribution after every node.
+        out = target.forward(
+            proposal.tokens, drafter.taps, cache=target_cache, visible=proposal.visible, depths=proposal.depths
+        )
+        assert out.logits is not None
+
+        # 3. Accept the longest lossless path, and emit one more token: the residual's or the bonus.
+        accepted = _accept(proposal, out.logits, sampler)
+        for index, row in enumerate(active):
+            _emit(results[row], proposal, index, accepted[index], eos, max_new_tokens)
+
+        # 4. Keep the path's keys, values and states; drop those of all other nodes, and the rows that are done.
+        path, counts = _padded_paths(accepted)
+        target_cache.commit(path, counts)
+        rows = torch.arange(len(active))[:, None]
+        states = (out.last[rows, path], out.taps[rows, path] if out.taps is not None else None, counts)
+        going = [index for index, row in enumerate(active) if not results[row].finish_reason]
+        if len(going) < len(active):
+            active = [active[index] for index in going]
+            if active:
+                keep = torch.tensor(going)
+                target_cache.select(keep)
+                drafter.keep(keep)
+                width = int(counts[keep].max())
+                states = tuple(None if s is None else s[keep, :width] if s.ndim > 1 else s[keep] for s in states)
+                sampler.streams = [sampler.streams[index] for index in going]
+    return results
+
+
+def _check(target: Target, prompts: Sequence[Sequence[int]], K: int, max_new_tokens: int) -> None:
+    if K < 1:
+        raise UserError(f"K {K}: at least one token must be drafted")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens {max_new_tokens}: must be at least 1")
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise UserError(f"prompt {index} is empty: it needs at least one token")
+        if len(prompt) + max_new_tokens + K > target.context:
+            raise UserError(
+                f"prompt {index} has {len(prompt)} tokens; with max_new_tokens {max_new_tokens} and K {K} that exceeds the "
+                f"target's context of {target.context}"
+            )
+
+
+def _prefill(target: Target, drafter: Drafter, cache: Any, prompts: Sequence[Sequence[int]]) -> tuple[Any, Any, Tensor]:
+    counts = torch.tensor([len(prompt) - 1 for prompt in prompts])
+    width = int(counts.max())
+    ids = torch.tensor([[*prompt[:-1], *[0] * (width - len(prompt) + 1)] for prompt in prompts]).long().reshape(len(prompts), width)
+    if width == 0:
+        taps = torch.zeros(len(prompts), 0, len(drafter.taps), target.width, dtype=target.dtype)
+        return torch.zeros(len(prompts), 0, target.width, dtype=target.dtype), taps if drafter.taps else None, counts
+    out = target.forward(ids, drafter.taps, cache=cache, want_logits=False)
+    cache.set_lengths(counts)
+    return out.last, out.taps, counts
+
+
+def _accept(proposal: Proposal, logits: Tensor, sampler: Sampler) -> list[rules.Accepted]:
+    """Apply the acceptance rule to every row. logits: [B, n, V]."""
+    sizes = proposal.sizes.tolist()
+    tokens = proposal.tokens.tolist()
+    parents = proposal.parents.expand(len(sizes), -1).tolist()
+    if sampler.greedy:
+        best = logits.argmax(-1).tolist()
+        return [rules.greedy(t[:n], u[:n], b) for t, u, b, n in zip(tokens, parents, best, sizes, strict=True)]
+    p = sampler.probabilities(logits).numpy()
+    q = proposal.q.numpy() if proposal.q is not None else [None] * len(sizes)
+    return [
+        rules.rejection(tokens[i][:n], parents[i][:n], p[i], q[i], sampler.streams[i]) for i, n in enumerate(sizes)
+    ]
+
+
+def _emit(
+    result: Decoded, proposal: Proposal, index: int, accepted: rules.Accepted, eos: frozenset[int], max_new_tokens: int
+) -> None:
+    """Append a row's new tokens, cut after EOS or at the cap, and record the step."""
+    new = [int(proposal.tokens[index, node]) for node in accepted.path[1:]] + [accepted.following]
+    new = new[: max_new_tokens - len(result.tokens)]
+    stop = next((i for i, token in enumerate(new) if token in eos), None)
+    if stop is not None:
+        new = new[: stop + 1]
+        result.finish_reason = "stop"
+    elif len(result.tokens) + len(new) == max_new_tokens:
+        result.finish_reason = "length"
+    result.tokens += new
+    kept = min(len(accepted.path) - 1, len(new))
+    hits = [k < len(accepted.path) - 1 for k in range(len(accepted.overlaps))][: len(new)]
+    depth = int(proposal.depths.expand(len(proposal.sizes), -1)[index, : int(proposal.sizes[index])].max())
+    result.trace.append(Verify(depth, kept, len(new), tuple(accepted.overlaps[: len(new)]), tuple(hits)))
+
+
+def _padded_paths(accepted: list[rules.Accepted]) -> tuple[Tensor, Tensor]:
+    """Paths [B, m] padded with their last node, and their lengths [B]."""
+    counts = torch.tensor([len(a.path) for a in accepted])
+    width = int(counts.max())
+    return torch.tensor([a.path + [a.path[-1]] * (width - len(a.path)) for a in accepted]), counts
+
+
+def speculative_decode(
+    target: Any,
+    draft: Any,
+    prompt: str | Sequence[int] | Sequence[dict[str, str]],
+    K: int = 4,
+    temperature: float = 0.0,
+    max_new_tokens: int = 128,
+    *,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    greedy_draft: bool = False,
+    seed: int | None = None,
+) -> Decoded:
+    """Decode one prompt with a draft; the output follows the target's own distribution exactly.
+
+    target: a `Target`, a `transformers` causal LM, or a path. draft: a `Drafter`, `DraftLM`, `EagleHead`, `transformers` causal LM,
+    path of any of these, or None for plain decoding. prompt: text, token ids, or chat messages. Raises UserError.
+    """
+    target = as_target(target)
+    result = decode(
+        target,
+        as_drafter(draft, target),
+        [prompt_ids(target, prompt)],
+        K=K,
+        sampler=Sampler(temperature, top_k, top_p, greedy_draft),
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+    )[0]
+    if target.has_tokenizer:
+        result.text = target.tokenizer.decode(result.tokens)
+    return result
+
+
+def as_target(target: Any) -> Target:
+    """A `Target` from one, from a `transformers` model, or from a path."""
+    if isinstance(target, Target):
+        return target
+    return Target.load(target) if isinstance(target, str | Path) else Target(target)
+
+
+def as_drafter(draft: Any, target: Target) -> Drafter:
+    """A drafter from whatever can draft. Raises UserError for a path that holds neither a head nor a causal LM."""
+    if draft is None:
+        return NoDraft()
+    if isinstance(draft, str | Path):
+        folder = Path(draft)
+        draft = EagleHead.load(folder, target) if _is_eagle(folder) else DraftLM.load(folder, target)
+    if isinstance(draft, EagleHead):
+        return EagleDrafter(draft)
+    if isinstance(draft, LanguageModel):
+        return LMDrafter(draft)
+    return draft if hasattr(draft, "propose") else LMDrafter(DraftLM(draft))
+
+
+def _is_eagle(folder: Path) -> bool:
+    config = folder / "config.json"
+    return config.is_file() and '"kind": "eagle3"' in config.read_text()
+
+
+def prompt_ids(target: Target, prompt: str | Sequence[int] | Sequence[dict[str, str]]) -> list[int]:
+    """Token ids of a prompt: text is tokenised as it stands, messages go through the chat template."""
+    if isinstance(prompt, str):
+        return list(target.tokenizer(prompt)["input_ids"])
+    if prompt and isinstance(prompt[0], dict):
+        return list(
+            target.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
+        )
+    return [int(token) for token in prompt]  # type: ignore[call-overload]

@@ -1,0 +1,143 @@
+"""Reads the measured results of a run folder (`eval/*.json`, DESIGN section 2) and puts them in one order.
+
+Knows the schema of the files and which draft a reader cares about; draws and prints nothing.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.errors import UserError
+
+SCHEMA = 1
+#: Drafts that mark a scale (nothing learnt, nothing to learn) and are never a run's headline.
+YARDSTICKS = ("untrained", "oracle")
+#: The order of tables and colours; any other name follows alphabetically.
+ORDER = ("untrained", "prompt-lookup", "distilled", "eagle3-no-rollout", "eagle3", "oracle")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number with its 95 % interval and the count it rests on. `count` is 0 where the file states none."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """One entry of `results` in one file: a draft, measured in one domain at one temperature with one K and tree."""
+
+    draft: str
+    parameters: int | None
+    domain: str
+    temperature: float
+    K: int
+    tree: str
+    prompts: int
+    verifies: int
+    identical: tuple[int, int] | None
+    alpha: Measure | None
+    tokens_per_verify: Measure | None
+    n_alpha: tuple[Measure, ...]
+    speedup: Measure | None
+    draft_cost: Measure | None
+
+    @property
+    def setting(self) -> tuple[float, int, str]:
+        """What has to be equal for two results to be compared."""
+        return self.temperature, self.K, self.tree
+
+
+def measure(entry: Any) -> Measure | None:
+    """`{"value", "low", "high", "count"}` or a bare number as a `Measure`; None for what was not measured (`{}`)."""
+    if isinstance(entry, int | float) and not isinstance(entry, bool):
+        return Measure(float(entry), float(entry), float(entry), 0)
+    if not isinstance(entry, dict) or entry.get("value") is None:
+        return None
+    value = float(entry["value"])
+    low, high = (float(bound) if (bound := entry.get(side)) is not None else value for side in ("low", "high"))
+    return Measure(value, low, high, int(entry.get("count") or 0))
+
+
+def _result(draft: str, parameters: int | None, entry: dict[str, Any]) -> Result:
+    identical = entry.get("identical")
+    return Result(
+        draft=draft,
+        parameters=parameters,
+        domain=str(entry["domain"]),
+        temperature=float(entry["temperature"]),
+        K=int(entry["K"]),
+        tree=str(entry.get("tree", "chain")),
+        prompts=int(entry.get("prompts", 0)),
+        verifies=int(entry.get("verifies", 0)),
+        identical=(int(identical[0]), int(identical[1])) if identical else None,
+        alpha=measure(entry.get("alpha")),
+        tokens_per_verify=measure(entry.get("tokens_per_verify")),
+        n_alpha=tuple(found for item in entry.get("n_alpha", []) if (found := measure(item)) is not None),
+        speedup=measure(entry.get("speedup")),
+        draft_cost=measure(entry.get("draft_cost")),
+    )
+
+
+def _rank(name: str) -> tuple[int, str]:
+    return (ORDER.index(name) if name in ORDER else len(ORDER) - 1, name)
+
+
+def load_results(run: Path) -> list[Result]:
+    """All results below `run`/eval, by draft in the order of `ORDER`. Raises UserError for a file that is none."""
+    found: list[Result] = []
+    for path in sorted((run / "eval").glob("*.json"), key=lambda path: _rank(path.stem)):
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            if document["schema"] != SCHEMA:
+                raise UserError(f"{path}: schema {document['schema']}, this version reads {SCHEMA}; evaluate again")
+            parameters = document.get("draft", {}).get("parameters")
+            found += [_result(path.stem, parameters, entry) for entry in document["results"]]
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise UserError(
+                f"{path}: not a result of eval-acceptance ({problem!r}); remove it or evaluate again"
+            ) from problem
+    return found
+
+
+def names(results: list[Result]) -> list[str]:
+    """The drafts among `results`, in their order."""
+    return list(dict.fromkeys(result.draft for result in results))
+
+
+def domains(results: list[Result]) -> list[str]:
+    """The domains among `results`, in the order of the files."""
+    return list(dict.fromkeys(result.domain for result in results))
+
+
+def by_setting(results: list[Result]) -> Iterator[tuple[tuple[float, int, str], list[Result]]]:
+    """Groups of comparable results, the lowest temperature and smallest K first."""
+    for setting in sorted({result.setting for result in results}):
+        yield setting, [result for result in results if result.setting == setting]
+
+
+def headline(results: list[Result]) -> list[Result]:
+    """The results a run is judged by: its best draft at the lowest temperature, one result per domain.
+
+    Best is the highest mean tokens per verify over the domains, among the drafts that are no yardstick. Of several K or
+    trees, the one with the highest mean counts. Empty when nothing was measured.
+    """
+    measured = [result for result in results if result.draft not in YARDSTICKS and result.tokens_per_verify is not None]
+    if not measured:
+        return []
+    coldest = min(result.temperature for result in measured)
+    groups: dict[tuple[str, int, str], list[Result]] = {}
+    for result in measured:
+        if result.temperature == coldest:
+            groups.setdefault((result.draft, result.K, result.tree), []).append(result)
+
+    def mean(group: list[Result]) -> float:
+        values = [result.tokens_per_verify.value for result in group if result.tokens_per_verify is not None]
+        return sum(values) / len(values)
+
+    return max(groups.values(), key=mean)

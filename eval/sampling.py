@@ -1,0 +1,80 @@
+"""From logits to the distribution that is sampled, and from uniform numbers to tokens.
+
+One `Sampler` serves plain decoding, drafting and verifying, so that p is the same distribution in all three. Each prompt has
+its own random stream: what it emits depends neither on its neighbours in the batch nor on the order of the prompts.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.errors import UserError
+
+
+def processed(logits: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+    """Logits [..., V] → probabilities [..., V] in float64 after temperature (> 0), then top-k, then top-p.
+
+    top-k keeps the k largest logits and what ties with the last of them. top-p keeps the smallest set of likeliest tokens whose
+    mass reaches `top_p`.
+    """
+    z = logits.double() / temperature
+    if top_k is not None and top_k < z.shape[-1]:
+        z = z.masked_fill(z < z.topk(top_k, dim=-1).values[..., -1:], float("-inf"))
+    p = z.softmax(-1)
+    if top_p is not None and top_p < 1.0:
+        ordered, order = p.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered
+        p = torch.zeros_like(p).scatter(-1, order, ordered.masked_fill(before >= top_p, 0.0))
+        p = p / p.sum(-1, keepdim=True)
+    return p
+
+
+def draw(p: np.ndarray, u: float) -> int:
+    """The token at which the cumulative sum of p [V] (any positive total) passes u · total, for u uniform in [0, 1)."""
+    cumulative = np.cumsum(p)
+    token = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
+    return min(token, len(p) - 1) if p[min(token, len(p) - 1)] > 0 else int(np.flatnonzero(p)[-1])
+
+
+@dataclass
+class Sampler:
+    """Decoding settings plus one random stream per active row. temperature 0 is greedy decoding.
+
+    `greedy_draft` drafts the likeliest token at any temperature (a deterministic proposal).
+    """
+
+    temperature: float
+    top_k: int | None = None
+    top_p: float | None = None
+    greedy_draft: bool = False
+    streams: list[np.random.Generator] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature {self.temperature}: must be 0 (greedy) or above")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k {self.top_k}: must be at least 1")
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            raise UserError(f"top_p {self.top_p}: must lie in (0, 1]")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def start(self, seed: int | None, names: list[int]) -> None:
+        """One stream per prompt, made from the seed and the prompt's own name (a number that stays with it)."""
+        entropy = np.random.SeedSequence(seed).entropy
+        self.streams = [np.random.default_rng([entropy & (2**63 - 1), name]) for name in names]
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """p, or q, of these logits at this temperature > 0."""
+        return processed(logits, self.temperature, self.top_k, self.top_p)
+
+    def draft(self, logits: Tensor) -> tuple[list[int], Tensor | None]:
+        """One drafted token per row from draft logits [B, V_d], and the q [B, V_d] it was drawn from (None: point mass)."""
+        if self.greedy or self.greedy_draft:
+            return logits.argmax(-1).tolist(), None
+        q = self.probabilities(logits)
+        return [draw(row, stream.random()) for row, stream in zip(q.numpy(), self.streams, strict=True)], q

@@ -1,0 +1,137 @@
+"""Keys and values of B sequences of unequal length, with rollback and tree gather.
+
+One buffer per layer, allocated once and written in place, so that a decoding step copies only the new entries. Every layer
+keeps all entries, sliding-window layers too: rolling back across a window needs what the window has dropped, so windows are
+applied by the mask alone. Knows `transformers`' cache interface; knows nothing of models, tokens or acceptance.
+"""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class KVLayer(CacheLayerMixin):
+    """The entries of one layer. The owning `KVCache` says where the next ones go."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, owner: "KVCache") -> None:
+        super().__init__()
+        self._owner = owner
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate zeroed buffers: an entry that a mask hides must still be finite, since 0 · NaN is NaN."""
+        batch, capacity = self._owner.lengths.shape[0], self._owner.capacity
+        self.keys = key_states.new_zeros(batch, key_states.shape[1], capacity, key_states.shape[3])
+        self.values = value_states.new_zeros(batch, value_states.shape[1], capacity, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Write `[B, heads, n, dim]` behind each row's committed entries; return all up to the longest row."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        owner, count = self._owner, key_states.shape[2]
+        start, end = owner.start, owner.end(count)
+        if start is not None:
+            self.keys[:, :, start:end] = key_states
+            self.values[:, :, start:end] = value_states
+        else:
+            rows = torch.arange(key_states.shape[0], device=key_states.device)[:, None]
+            slots = owner.slots(count)
+            self.keys[rows, :, slots] = key_states.transpose(1, 2)
+            self.values[rows, :, slots] = value_states.transpose(1, 2)
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._owner.end(query_length), 0
+
+    def get_seq_length(self) -> int:
+        return int(self._owner.longest)
+
+    def get_max_length(self) -> int:
+        return self._owner.capacity
+
+
+class KVCache(Cache):
+    """Entries of B rows; `lengths [B]` says how many of each row's are committed.
+
+    A forward over n new tokens writes them behind the committed ones; `commit` then decides which of them stay. Entries
+    beyond a row's length are leftovers that every mask must hide (`attention_mask` does).
+    """
+
+    def __init__(self, batch: int, capacity: int, layers: int, device: torch.device | str = "cpu") -> None:
+        self.capacity = capacity
+        self.set_lengths(torch.zeros(batch, dtype=torch.long, device=device))
+        super().__init__(layers=[KVLayer(self) for _ in range(layers)])
+
+    def set_lengths(self, lengths: Tensor) -> None:
+        """Roll every row back to its first `lengths[b]` entries."""
+        self.lengths = lengths
+        self.longest = int(lengths.max())
+        self.start: int | None = self.longest if int(lengths.min()) == self.longest else None
+
+    def slots(self, count: int) -> Tensor:
+        """Buffer positions `[B, count]` of the next `count` entries of each row."""
+        return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
+
+    def end(self, count: int) -> int:
+        """One past the last buffer position that `count` further entries touch. Raises IndexError when the buffer is full."""
+        end = self.longest + count
+        if end > self.capacity:
+            raise IndexError(f"the cache holds {self.capacity} entries, {end} are needed")
+        return end
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows only."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+        self.set_lengths(self.lengths[rows])
+
+    def commit(self, path: Tensor, counts: Tensor) -> None:
+        """Keep, of the entries written last, those at `path[b, :counts[b]]`, moved up to be contiguous.
+
+        path: [B, m] ascending offsets among the new entries (a chain's are 0, 1, 2 …); counts: [B].
+        """
+        offsets = torch.arange(path.shape[1], device=path.device)
+        wanted = offsets < counts[:, None]
+        if bool(((path != offsets) & wanted).any()):
+            rows = torch.arange(path.shape[0], device=path.device)[:, None]
+            # Columns past a row's count are padding: they are moved onto themselves.
+            source = self.lengths[:, None] + torch.where(wanted, path, offsets)
+            target = self.slots(path.shape[1])
+            for layer in self.layers:
+                layer.keys[rows, :, target] = layer.keys[rows, :, source]
+                layer.values[rows, :, target] = layer.values[rows, :, source]
+        self.set_lengths(self.lengths + counts)
+
+
+def attention_mask(
+    cache: KVCache, visible: Tensor, positions: Tensor, dtype: torch.dtype, window: int | None = None
+) -> Tensor:
+    """Additive mask [B, 1, n, end] for n new entries: 0 where attention is allowed, the dtype's minimum elsewhere.
+
+    Each new entry sees all committed entries of its row and those new ones that `visible[b, i, j]` names (for a chain:
+    j ≤ i; for a tree: its ancestors and itself). With a `window` it sees only keys less than `window` positions back, where
+    positions [B, n] are those of the new entries and committed entries stand at 0, 1, 2 … . A hidden entry gets the
+    minimum and not −∞, so that a row which sees nothing yields finite numbers.
+    """
+    batch, count = positions.shape
+    end = cache.end(count)
+    key_index = torch.arange(end, device=positions.device)
+    allowed = (key_index < cache.lengths[:, None])[:, None, :].expand(batch, count, end).clone()
+    key_positions = key_index.expand(batch, end).clone()
+    if cache.start is not None:
+        allowed[:, :, cache.start :] = visible
+        key_positions[:, cache.start :] = positions
+    else:
+        slots = cache.slots(count)
+        allowed.scatter_(2, slots[:, None, :].expand(batch, count, count), visible.expand(batch, count, count))
+        key_positions.scatter_(1, slots, positions)
+    if window is not None:
+        allowed &= positions[:, :, None] - key_positions[:, None, :] < window
+    mask = torch.zeros(batch, 1, count, end, dtype=dtype, device=positions.device)
+    return mask.masked_fill_(~allowed[:, None], torch.finfo(dtype).min)

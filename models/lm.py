@@ -1,0 +1,141 @@
+"""A `transformers` causal LM behind one `forward`: logits, last state, taps; right-padded batches; KV cache; token trees.
+
+The model is used as it comes (hooks read the taps, nothing is patched). Conventions: `last` is the state after the final
+norm, so `head(last)` are the logits; tap i is the residual-stream output of block i, counted from 0, before any final norm.
+Knows neither tokenizers nor files nor which of its users is the target and which the draft.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.errors import UserError
+from draftsmith.models.kv import KVCache, attention_mask
+
+
+@dataclass(frozen=True)
+class LMOutput:
+    """logits [B, n, V] (None when not asked for), last [B, n, W], taps [B, n, A, W] (None without taps)."""
+
+    logits: Tensor | None
+    last: Tensor
+    taps: Tensor | None
+
+
+class LanguageModel:
+    """One causal LM. `model` is the `transformers` module, untouched."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.width: int = self.config.hidden_size
+        self.blocks: int = self.config.num_hidden_layers
+        self.vocabulary: int = model.get_output_embeddings().weight.shape[0]
+        self.context: int = getattr(self.config, "max_position_embeddings", 1 << 30)
+        self._body: nn.Module = model.base_model
+        self._block_modules = _find_blocks(self._body, self.blocks)
+        self._windows = _attention_windows(self.config)
+        parameters = inspect.signature(self._body.forward).parameters
+        # transformers 5.24 renamed the argument and wraps `forward`; older releases know only the first name.
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_output_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.get_output_embeddings().weight.dtype
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache for `batch` rows of at most `capacity` tokens each."""
+        return KVCache(batch, capacity, self.blocks, self.device)
+
+    def head(self, last: Tensor) -> Tensor:
+        """last [..., W] (after the final norm) → logits [..., V], with the model's own scale and soft-cap."""
+        logits = self.model.get_output_embeddings()(last)
+        config = self.config
+        if getattr(config, "logits_scaling", None):  # Granite
+            logits = logits / config.logits_scaling
+        if getattr(config, "logit_scale", None):  # Cohere
+            logits = logits * config.logit_scale
+        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma 2: cap · tanh(z / cap)
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def forward(
+        self,
+        ids: Tensor,
+        taps: Sequence[int] = (),
+        *,
+        cache: KVCache | None = None,
+        visible: Tensor | None = None,
+        depths: Tensor | None = None,
+        want_logits: bool = True,
+    ) -> LMOutput:
+        """Run the model over ids [B, n].
+
+        Without a cache the rows start at position 0 and may be padded on the right: attention is causal, so padding
+        changes nothing before it. With a cache the new tokens stand behind each row's committed ones; as a tree if
+        `visible` [B or 1, n, n] (new token i sees new token j: its ancestors and itself) and `depths` [B or 1, n] (position
+        behind the committed ones) are given, as a chain otherwise. Nothing is committed: the caller does that.
+        """
+        arguments: dict[str, Any] = {"use_cache": False}
+        if cache is not None:
+            arguments = {"use_cache": True, self._cache_argument: cache, **self._tree_inputs(ids, cache, visible, depths)}
+        kept: dict[int, Tensor] = {}
+        hooks = [self._block_modules[i].register_forward_hook(_keep_output(kept, i)) for i in taps]
+        try:
+            last = self._body(input_ids=ids, **arguments).last_hidden_state
+        finally:
+            for hook in hooks:
+                hook.remove()
+        logits = self.head(last) if want_logits else None
+        return LMOutput(logits, last, torch.stack([kept[i] for i in taps], dim=2) if taps else None)
+
+    def _tree_inputs(
+        self, ids: Tensor, cache: KVCache, visible: Tensor | None, depths: Tensor | None
+    ) -> dict[str, Any]:
+        batch, count = ids.shape
+        if visible is None:
+            visible = torch.ones(1, count, count, dtype=torch.bool, device=ids.device).tril()
+        if depths is None:
+            depths = torch.arange(count, device=ids.device)[None]
+        positions = cache.lengths[:, None] + depths.expand(batch, count)
+        masks = {
+            kind: attention_mask(cache, visible, positions, self.dtype, window) for kind, window in self._windows.items()
+        }
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        return {"attention_mask": mask, "position_ids": positions}
+
+
+def _keep_output(kept: dict[int, Tensor], block: int) -> Any:
+    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        kept[block] = output[0] if isinstance(output, tuple) else output
+
+    return hook
+
+
+def _find_blocks(body: nn.Module, count: int) -> nn.ModuleList:
+    """The list of the body's decoder blocks, whatever the architecture calls it."""
+    for module in body.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise UserError(f"{type(body).__name__}: no list of {count} decoder blocks found; this architecture is not supported")
+
+
+def _attention_windows(config: Any) -> dict[str, int | None]:
+    """Window (None: all positions) of each kind of attention layer in the model, under the names that its masks go by."""
+    window = getattr(config, "sliding_window", None)
+    kinds = sorted(set(getattr(config, "layer_types", None) or []))
+    if not kinds:
+        return {"all": window if getattr(config, "use_sliding_window", True) else None}
+    if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
+        raise UserError(
+            f"{config.model_type}: layers of kind {', '.join(unknown)} are not supported: their state cannot be rolled back"
+        )
+    return {kind: window if kind == "sliding_attention" else None for kind in kinds}

@@ -1,0 +1,115 @@
+"""The target: an LM with its tokenizer, loaded from a local folder or a hub name, frozen, identified by a fingerprint.
+
+Knows files and tokenizers; knows nothing of caches on disk, drafts or decoding.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import xxhash
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from draftsmith.errors import UserError
+from draftsmith.models.lm import LanguageModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_taps(blocks: int, taps: Literal["auto"] | Sequence[int] = "auto") -> tuple[int, ...]:
+    """Block outputs, counted from 0, that EAGLE-3 fuses.
+
+    `auto` is EAGLE-3's {1, L//2 − 1, L − 4} where these are three rising blocks (L ≥ 8, and L = 7), and otherwise a low, a
+    middle and a high block, or all blocks of a target with fewer than four. Raises UserError for taps out of order or range.
+    """
+    if taps == "auto":
+        chosen = (1, blocks // 2 - 1, blocks - 4)
+        if not chosen[0] < chosen[1] < chosen[2]:
+            low, high = min(1, max(blocks - 4, 0)), blocks - 2
+            chosen = (low, (low + high) // 2, high) if blocks >= 4 else tuple(range(blocks))
+    else:
+        chosen = tuple(taps)
+    if not chosen or list(chosen) != sorted(set(chosen)) or chosen[0] < 0 or chosen[-1] >= blocks:
+        raise UserError(f"cache.taps: {list(chosen)} must be rising block numbers from 0 to {blocks - 1}")
+    return chosen
+
+
+class Target(LanguageModel):
+    """The frozen model p that drafts are trained to imitate and that decides what is accepted."""
+
+    def __init__(self, model: Any, tokenizer: Any = None, path: str = "") -> None:
+        super().__init__(model.eval().requires_grad_(False))
+        self._tokenizer = tokenizer
+        self.path = path
+
+    @classmethod
+    def load(cls, path: str | Path, dtype: str = "float32", device: str = "cpu", trust_remote_code: bool = False) -> "Target":
+        """Load weights and tokenizer from a folder or hub name. Raises UserError when either cannot be used; no pickles."""
+        name = str(path)
+        model = load_model(name, dtype, trust_remote_code).to(device)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise UserError(f"target.path: {name} has no usable tokenizer ({_first_line(error)})") from error
+        return cls(model, tokenizer, name)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
+    def tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            raise UserError(f"target {self.path or type(self.model).__name__} has no tokenizer")
+        return self._tokenizer
+
+    @functools.cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Ids after which the target stops, from its generation config, else from its tokenizer."""
+        configured = getattr(self.model.generation_config, "eos_token_id", None)
+        if configured is None:
+            configured = self._tokenizer.eos_token_id if self._tokenizer is not None else None
+        ids = configured if isinstance(configured, list) else [configured]
+        return frozenset(i for i in ids if i is not None)
+
+    def fingerprint(self) -> str:
+        """32 hex digits over every weight's name, type, shape and bytes, the configuration and the tokenizer."""
+        return self._fingerprint
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
+        hasher = xxhash.xxh3_128()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            hasher.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        # Paths and library versions may differ between two copies of the same model.
+        config = {k: v for k, v in self.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+        hasher.update(json.dumps(config, sort_keys=True, default=str).encode())
+        if self._tokenizer is not None:
+            hasher.update(json.dumps(sorted(self._tokenizer.get_vocab().items())).encode())
+            hasher.update((getattr(self._tokenizer, "chat_template", None) or "").encode())
+        return hasher.hexdigest()
+
+
+def load_model(name: str, dtype: str = "float32", trust_remote_code: bool = False) -> Any:
+    """The `transformers` causal LM at a folder or hub name, from safetensors only. Raises UserError in one line."""
+    if Path(name).is_dir() and not any(Path(name).glob("*.safetensors")):
+        raise UserError(f"{name}: no *.safetensors in this folder; put the model's weights there or name another folder")
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=DTYPES[dtype],
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"{name}: not a usable model folder or hub name ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:200]

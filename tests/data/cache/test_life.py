@@ -1,0 +1,267 @@
+"""The life of a cache folder: crash, resume, damage, refusal, full disk (FAULTS 15, 16, 17, 19)."""
+
+import errno
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from draftsmith.data.cache import build, writer
+from draftsmith.data.cache.build import build_cache
+from draftsmith.data.cache.manifest import CacheSettings, read_manifest, write_manifest
+from draftsmith.data.cache.reader import CacheReader
+from draftsmith.data.cache.verify import verify_cache
+from draftsmith.data.corpus import DataSettings
+from draftsmith.data.rows import Rows, write_rows
+from draftsmith.errors import UserError
+from kit import tiny_rows, tiny_target
+
+SETTINGS = {"k": 8, "batch_tokens": 100, "shard_mb": 0.01}  # about 40 tokens a shard
+LENGTHS = [30] * 5
+
+
+def make(tmp_path: Path, seed: int = 0, data_seed: int = 0, name: str = "cache", **options: Any) -> dict[str, Any]:
+    rows = tiny_rows(tmp_path, LENGTHS, seed=data_seed)
+    return build_cache(tiny_target(seed=seed), rows, tmp_path / name, CacheSettings(**(SETTINGS | options)))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*"))}
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+DAMAGES: list[Callable[[Path], None]] = [truncate, flip, empty, Path.unlink]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_shard_is_named_and_resume_rebuilds_just_that_one(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    make(tmp_path)
+    whole = contents(tmp_path / "cache")
+    assert verify_cache(tmp_path / "cache") == []
+    damage(tmp_path / "cache" / "shard-00002.safetensors")
+    (found,) = verify_cache(tmp_path / "cache")
+    assert found.startswith("shard-00002.safetensors: ")
+    summary = make(tmp_path)
+    assert (summary["written_shards"], summary["rebuilt"]) == (1, [found])
+    assert contents(tmp_path / "cache") == whole
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, Path.unlink])
+def test_reader_refuses_a_shard_of_the_wrong_size(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    make(tmp_path)
+    damage(tmp_path / "cache" / "shard-00001.safetensors")
+    with pytest.raises(UserError, match=r"shard-00001.safetensors: .*rebuild"):
+        CacheReader(tmp_path / "cache")
+
+
+def test_flipped_byte_is_found_by_the_readers_verify(tmp_path: Path) -> None:
+    make(tmp_path)
+    flip(tmp_path / "cache" / "shard-00001.safetensors")
+    assert [line.split(":")[0] for line in CacheReader(tmp_path / "cache").verify()] == ["shard-00001.safetensors"]
+
+
+def _killed(folder: Path, after: int) -> None:
+    """Build until `after` shards are published, then die in the middle of writing the next."""
+    import torch
+
+    torch.set_num_threads(1)  # a forked child must not wait for its parent's threads
+    real = writer.save_file
+
+    def save(tensors: Any, path: Path) -> None:
+        if len(list((folder / "cache").glob("shard-*"))) == after:
+            Path(path).write_bytes(b"half a shard")
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(tensors, path)
+
+    writer.save_file = save
+    make(folder)
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_kill_in_mid_shard_loses_that_shard_only_and_resume_ends_in_the_same_bytes(tmp_path: Path, after: int) -> None:
+    make(tmp_path, name="whole")
+    child = multiprocessing.get_context("fork").Process(target=_killed, args=(tmp_path, after))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    assert len(read_manifest(tmp_path / "cache").shards) == after
+    assert list((tmp_path / "cache").glob(".*.tmp"))
+    with pytest.raises(UserError, match="empty" if after == 0 else "rows are missing"):
+        CacheReader(tmp_path / "cache")
+    assert make(tmp_path)["written_shards"] == 5 - after
+    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+
+
+def test_kill_between_a_shard_and_its_entry_repeats_that_shard(tmp_path: Path) -> None:
+    make(tmp_path)
+    whole = contents(tmp_path / "cache")
+    manifest = read_manifest(tmp_path / "cache")
+    write_manifest(tmp_path / "cache", manifest.model_copy(update={"shards": manifest.shards[:-1]}))
+    assert make(tmp_path)["written_shards"] == 1
+    assert contents(tmp_path / "cache") == whole
+
+
+def test_complete_cache_is_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path)
+    monkeypatch.setattr(build._Shard, "compute", None)
+    assert make(tmp_path)["written_shards"] == 0
+
+
+def test_moved_cache_is_the_same_cache(tmp_path: Path) -> None:
+    make(tmp_path)
+    shutil.move(tmp_path / "cache", tmp_path / "moved")
+    assert make(tmp_path, name="moved")["written_shards"] == 0
+    assert len(CacheReader(tmp_path / "moved", tiny_target().fingerprint())) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"seed": 1}, "target"),
+        ({"data_seed": 1}, "data.digest"),
+        ({"k": 9}, "fields.distribution.k"),
+        ({"taps": (0, 1)}, "fields.taps.blocks"),
+        ({"state_codec": "fp32"}, "fields.taps.codec"),
+        ({"last": True}, "fields.last"),
+        ({"shard_mb": 0.02}, "shard_mb"),
+    ],
+)
+def test_resume_with_another_setting_is_refused_by_name(tmp_path: Path, options: dict[str, Any], named: str) -> None:
+    make(tmp_path)
+    before = contents(tmp_path / "cache")
+    with pytest.raises(UserError, match=f"begun with {named}"):
+        make(tmp_path, **options)
+    assert contents(tmp_path / "cache") == before
+
+
+@pytest.mark.parametrize("setting", ["seed", "max_length"])
+def test_resume_with_other_data_settings_is_refused_by_name(tmp_path: Path, setting: str) -> None:
+    make(tmp_path)
+    rows = tiny_rows(tmp_path, LENGTHS)
+    some = [rows[index] for index in range(4)]
+    write_rows(some, tmp_path / "other" / "train", DataSettings(**{setting: 99}), rows.tokenizer)
+    with pytest.raises(UserError, match=f"begun with data.settings.{setting} = .*, now it is 99"):
+        build_cache(
+            tiny_target(), Rows.open(tmp_path / "other", "train"), tmp_path / "cache", CacheSettings(**SETTINGS)
+        )
+
+
+def test_batching_may_change_between_two_runs(tmp_path: Path) -> None:
+    make(tmp_path)
+    assert make(tmp_path, batch_tokens=33)["written_shards"] == 0
+
+
+def test_reader_refuses_another_target(tmp_path: Path) -> None:
+    make(tmp_path)
+    with pytest.raises(UserError, match="made from target"):
+        CacheReader(tmp_path / "cache", tiny_target(seed=1).fingerprint())
+
+
+def test_rows_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    rows = tiny_rows(tmp_path, LENGTHS)
+    rows.tokenizer = "another"
+    with pytest.raises(UserError, match="another tokenizer"):
+        build_cache(tiny_target(), rows, tmp_path / "cache", CacheSettings(**SETTINGS))
+
+
+def test_rows_longer_than_the_context_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="257 tokens, the target's context is 256"):
+        build_cache(tiny_target(), tiny_rows(tmp_path, [257]), tmp_path / "cache", CacheSettings(**SETTINGS))
+
+
+def test_more_kept_tokens_than_the_vocabulary_has_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="151 tokens of a vocabulary of 150"):
+        make(tmp_path, k=151)
+
+
+def test_full_disk_stops_cleanly_and_the_cache_is_resumable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, name="whole")
+
+    def full(tensors: Any, path: Path) -> None:
+        if len(list((tmp_path / "cache").glob("shard-*"))) == 2:
+            Path(path).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save_file(tensors, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "save_file", full)
+        with pytest.raises(UserError, match="disk is full; 2 shards are complete"):
+            make(tmp_path)
+    assert not list((tmp_path / "cache").glob(".*.tmp"))
+    assert make(tmp_path)["written_shards"] == 3
+    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+
+
+def test_too_small_a_disk_is_refused_before_the_first_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda _path: usage)
+    with pytest.raises(UserError, match="GB are free"):
+        make(tmp_path)
+
+
+def test_renamed_field_is_named(tmp_path: Path) -> None:
+    make(tmp_path)
+    path = tmp_path / "cache" / "shard-00003.safetensors"
+    tensors = load_file(path)
+    tensors["tapz"] = tensors.pop("taps")
+    save_file(tensors, path)
+    with pytest.raises(UserError, match=r"shard-00003\.safetensors lacks field taps"):
+        CacheReader(tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no cache here"),
+        ("{", "not JSON"),
+        ("[]", "schema_version None"),
+        ('{"schema_version": 99}', "schema_version 99"),
+        ('{"schema_version": 1}', "field target"),
+    ],
+)
+def test_unusable_manifest_is_one_line(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        CacheReader(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_codec_is_named(tmp_path: Path) -> None:
+    make(tmp_path)
+    manifest = read_manifest(tmp_path / "cache")
+    fields = manifest.fields | {"taps": manifest.fields["taps"] | {"codec": "int3"}}
+    write_manifest(tmp_path / "cache", manifest.model_copy(update={"fields": fields}))
+    with pytest.raises(UserError, match="taps has unknown codec 'int3'"):
+        CacheReader(tmp_path / "cache")
+
+
+def test_reader_travels_to_worker_processes(tmp_path: Path) -> None:
+    import pickle
+
+    make(tmp_path)
+    reader = CacheReader(tmp_path / "cache")
+    copy = pickle.loads(pickle.dumps(reader))
+    np.testing.assert_array_equal(copy[3].taps, reader[3].taps)

@@ -1,0 +1,229 @@
+"""The decoder: exact against plain decoding, whatever drafts, however prompts are batched."""
+
+import numpy as np
+import pytest
+import torch
+from draftsmith import speculative_decode
+from draftsmith.errors import UserError
+from draftsmith.eval import decode as decoding
+from draftsmith.eval.decode import decode
+from draftsmith.eval.drafters import EagleDrafter, LMDrafter, NoDraft, PromptLookup
+from draftsmith.eval.sampling import Sampler
+from draftsmith.eval.tree import chain
+from draftsmith.models.draft import DraftLM
+from draftsmith.models.eagle import new_eagle_head
+from draftsmith.models.kv import KVCache
+from draftsmith.models.target import choose_taps
+from draftsmith.models.vocabulary import DraftVocabulary
+from kit import tiny_target
+
+NO_EOS: frozenset[int] = frozenset()
+
+
+class AlwaysWrong:
+    """Drafts the neighbour of the target's own choice: nothing is ever accepted."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, target):
+        self.oracle = LMDrafter(target)
+
+    def begin(self, batch, capacity):
+        self.oracle.begin(batch, capacity)
+
+    def keep(self, rows):
+        self.oracle.keep(rows)
+
+    def propose(self, committed, K, sampler):
+        drafted = self.oracle.propose(committed, K, Sampler(0.0))
+        return chain(torch.cat([drafted.tokens[:, :1], (drafted.tokens[:, 1:] + 1) % self.oracle.model.vocabulary], dim=1))
+
+
+def drafters(target):
+    full = DraftVocabulary.all_of(target.vocabulary)
+    half = DraftVocabulary(torch.arange(0, target.vocabulary, 2), target.vocabulary)
+    taps = choose_taps(target.blocks)
+    return {
+        "draft LM": LMDrafter(DraftLM.from_target_blocks(target, [0, target.blocks - 1])),
+        "EAGLE-3": EagleDrafter(new_eagle_head(target, taps, full)),
+        "EAGLE-3, half the vocabulary": EagleDrafter(new_eagle_head(target, taps, half)),
+        "prompt lookup": PromptLookup(),
+        "oracle": LMDrafter(target),
+        "always wrong": AlwaysWrong(target),
+    }
+
+
+def prompts(count, seed=0, longest=30):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(6, 100, int(n)).tolist() for n in rng.integers(1, longest, count)]
+
+
+def greedy_of_transformers(target, prompt, tokens):
+    out = target.model.generate(torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, eos_token_id=None)
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("flavour", ["plain", "gemma2", "mistral-window", "two-blocks"])
+def test_greedy_output_equals_generate_token_for_token(flavour):
+    """FAULTS 52 and 54 (windows of 8 are crossed many times): every drafter, several K, unequal prompts in one batch."""
+    target = tiny_target(flavour)
+    texts = prompts(5)
+    expected = [greedy_of_transformers(target, text, 30) for text in texts]
+    for name, drafter in drafters(target).items():
+        for K in (1, 3, 8):
+            out = decode(target, drafter, texts, K=K, sampler=Sampler(0.0), max_new_tokens=30, eos_ids=NO_EOS)
+            assert [result.tokens for result in out] == expected, (name, K)
+
+
+@pytest.mark.slow
+def test_hundred_prompts_equal_plain_greedy_for_every_drafter_and_k():
+    """FAULTS 52 in full for chains."""
+    target = tiny_target()
+    texts = prompts(100, seed=1)
+    plain = [r.tokens for r in decode(target, NoDraft(), texts, K=1, sampler=Sampler(0.0), max_new_tokens=24, eos_ids=NO_EOS)]
+    for name, drafter in drafters(target).items():
+        for K in range(1, 9):
+            out = decode(target, drafter, texts, K=K, sampler=Sampler(0.0), max_new_tokens=24, eos_ids=NO_EOS)
+            assert [result.tokens for result in out] == plain, (name, K)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("K", [1, 4])
+def test_the_oracle_gives_exactly_k_plus_1_tokens_per_verify_except_last_steps(K, temperature):
+    target = tiny_target()
+    out = decode(target, LMDrafter(target), prompts(4), K=K, sampler=Sampler(temperature), max_new_tokens=21, eos_ids=NO_EOS)
+    assert {step.emitted for result in out for step in result.trace[:-1]} == {K + 1}
+
+
+def test_the_always_wrong_draft_gives_exactly_one_token_per_verify():
+    target = tiny_target()
+    out = decode(target, AlwaysWrong(target), prompts(3), K=3, sampler=Sampler(0.0), max_new_tokens=12, eos_ids=NO_EOS)
+    assert {(step.emitted, step.accepted, step.drafted) for result in out for step in result.trace} == {(1, 0, 3)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_prompt_decodes_alike_alone_in_a_batch_and_shuffled(temperature):
+    """FAULTS 63."""
+    target = tiny_target()
+    texts = prompts(6, seed=2)
+    for drafter in drafters(target).values():
+
+        def run(order, batch):
+            found = {}
+            for start in range(0, len(order), batch):
+                names = order[start : start + batch]
+                out = decode(
+                    target,
+                    drafter,
+                    [texts[i] for i in names],
+                    K=4,
+                    sampler=Sampler(temperature),
+                    max_new_tokens=20,
+                    names=names,
+                    eos_ids=NO_EOS,
+                )
+                found |= {
+                    i: (r.tokens, [(v.drafted, v.accepted, v.emitted, v.hits) for v in r.trace])
+                    for i, r in zip(names, out, strict=True)
+                }
+            return found
+
+        assert run(list(range(6)), 1) == run(list(range(6)), 4) == run([3, 5, 0, 2, 4, 1], 6)
+
+
+def test_output_and_finish_reason_are_right_for_eos_at_every_place_and_every_cap():
+    """FAULTS 53: the token at index j is declared EOS, for every j; caps of j − 1, j, j + 1."""
+    target = tiny_target()
+    [text] = prompts(1, seed=3)
+    [plain] = decode(target, NoDraft(), [text], K=1, sampler=Sampler(0.0), max_new_tokens=16, eos_ids=NO_EOS)
+    for j, token in enumerate(plain.tokens):
+        first = plain.tokens.index(token)
+        for cap in {max(j, 1), j + 1, j + 2}:
+            for drafter in (NoDraft(), LMDrafter(target), PromptLookup()):
+                [out] = decode(
+                    target, drafter, [text], K=5, sampler=Sampler(0.0), max_new_tokens=cap, eos_ids=frozenset({token})
+                )
+                assert out.tokens == plain.tokens[: min(first + 1, cap)]
+                assert out.finish_reason == ("stop" if first < cap else "length")
+                assert sum(step.emitted for step in out.trace) == len(out.tokens)
+                assert all(step.accepted <= step.emitted for step in out.trace)
+
+
+@pytest.mark.parametrize("flavour", ["plain", "mistral-window", "gemma2"])
+def test_after_each_verify_the_cache_holds_the_committed_tokens_as_a_fresh_prefill_does(flavour, monkeypatch):
+    """FAULTS 54. The draft LM is often wrong, so both rollback and acceptance occur."""
+    target = tiny_target(flavour)
+    caches = []
+    new_cache = target.new_cache
+    monkeypatch.setattr(target, "new_cache", lambda *a: caches.append(new_cache(*a)) or caches[-1])
+    checked = []
+    emit = decoding._emit
+
+    def emit_and_remember(result, *arguments):
+        emit(result, *arguments)
+        checked.append((result.prompt + result.tokens, len(result.trace)))
+
+    monkeypatch.setattr(decoding, "_emit", emit_and_remember)
+    texts = [prompts(1, seed=4)[0] * 2]
+    draft = LMDrafter(DraftLM.from_target_blocks(target, [0, 1, 2]))
+    states = []
+    kept = KVCache.commit
+
+    def commit_and_compare(cache, path, counts):
+        kept(cache, path, counts)
+        if cache is caches[0]:
+            tokens = checked[-1][0]
+            committed = min(int(cache.lengths[0]), len(tokens))  # the last verify may reach beyond the cap
+            fresh = new_cache(1, cache.capacity)
+            target.forward(torch.tensor([tokens[:committed]]), cache=fresh, want_logits=False)
+            for ours, reference in zip(cache.layers, fresh.layers, strict=True):
+                torch.testing.assert_close(ours.keys[:, :, :committed], reference.keys[:, :, :committed], atol=1e-5, rtol=0)
+                torch.testing.assert_close(ours.values[:, :, :committed], reference.values[:, :, :committed], atol=1e-5, rtol=0)
+            states.append((committed, len(tokens)))
+
+    monkeypatch.setattr(KVCache, "commit", commit_and_compare)
+    decode(target, draft, texts, K=4, sampler=Sampler(0.0), max_new_tokens=40, eos_ids=NO_EOS)
+    assert len(states) > 5
+    assert all(committed == tokens - 1 for committed, tokens in states[:-1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"K": 0}, "K 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0"),
+        ({"prompt": []}, "empty"),
+        ({"prompt": [7] * 250}, "context of 256"),
+        ({"temperature": -0.5}, "temperature"),
+    ],
+)
+def test_wrong_arguments_are_named_in_one_line(arguments, message):
+    target = tiny_target()
+    given = {"prompt": [7, 8], "K": 4, "max_new_tokens": 8, **arguments}
+    with pytest.raises(UserError, match=message) as caught:
+        speculative_decode(target, None, given.pop("prompt"), given.pop("K"), **given)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_public_entry_takes_models_paths_and_text(tmp_path):
+    target = tiny_target()
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    draft = DraftLM.from_target_blocks(target, [0, 3])
+    draft.save(tmp_path / "draft", target)
+    head = new_eagle_head(target, choose_taps(4), DraftVocabulary.all_of(target.vocabulary))
+    head.save(tmp_path / "head")
+    plain = speculative_decode(target, None, "def add", max_new_tokens=12)
+    for form in (draft, draft.model, tmp_path / "draft", str(tmp_path / "head"), head):
+        out = speculative_decode(tmp_path / "target", form, "def add", max_new_tokens=12)
+        assert (out.tokens, out.text) == (plain.tokens, plain.text)
+    assert plain.text == target.tokenizer.decode(plain.tokens)
+    chat = speculative_decode(target.model, None, target.tokenizer.encode("def add"), max_new_tokens=3)
+    assert chat.tokens == plain.tokens[:3]
+
+
+def test_prompt_lookup_takes_the_most_recent_match_of_the_longest_suffix():
+    lookup = PromptLookup()
+    assert lookup._continuation([1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3], 2) == [8, 1]
+    assert lookup._continuation([5, 6, 7], 4) == []
+    assert lookup._continuation([4, 4, 4], 3) == [4]

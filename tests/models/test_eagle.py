@@ -1,0 +1,156 @@
+"""The EAGLE-3 head: its equations written out plainly, RoPE, save and load, the draft vocabulary."""
+
+import pytest
+import torch
+from draftsmith.errors import UserError
+from draftsmith.eval.drafters import cached_attention
+from draftsmith.models.eagle import EagleHead, new_eagle_head
+from draftsmith.models.kv import KVCache
+from draftsmith.models.vocabulary import DraftVocabulary
+from kit import tiny_target
+
+TAPS = (0, 1, 2)
+
+
+def tiny_head(target, vocabulary=None, **options):
+    """A random head whose norms and weights are far from their start values, so that a missing one shows."""
+    head = new_eagle_head(target, TAPS, vocabulary or DraftVocabulary.all_of(target.vocabulary), **options)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return head
+
+
+def rms(x, gain, eps):
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * gain
+
+
+def rotate(x, positions, theta):
+    """RoPE from its formula: pairs (i, i + d/2) turned by position · θ^(−2i/d). x: [n, heads, d]."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None].double() * theta ** (-torch.arange(half).double() * 2 / x.shape[-1])
+    cos, sin = angle.cos()[:, None].float(), angle.sin()[:, None].float()
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def plain_step(head, tokens, state, positions, seen):
+    """The head's layer written from the equations; `seen[i]` lists the keys that slot i may see. One row, one layer."""
+    c, layer = head.config, head.layers[0]
+    e = rms(head._embedding[0](tokens), layer.input_layernorm.weight, c.norm_eps)
+    g = rms(state, layer.hidden_norm.weight, c.norm_eps)
+    x = torch.cat([e, g], -1)
+    attention, theta = layer.self_attn, c.rope_parameters["rope_theta"]
+    q = rotate((x @ attention.q_proj.weight.T).view(len(tokens), c.heads, c.head_dim), positions, theta)
+    k = rotate((x @ attention.k_proj.weight.T).view(len(tokens), c.kv_heads, c.head_dim), positions, theta)
+    v = (x @ attention.v_proj.weight.T).view(len(tokens), c.kv_heads, c.head_dim)
+    outputs = []
+    for i in range(len(tokens)):
+        heads = []
+        for h in range(c.heads):
+            group = h // (c.heads // c.kv_heads)
+            scores = torch.stack([q[i, h] @ k[j, group] / c.head_dim**0.5 for j in seen[i]]).softmax(0)
+            heads.append(sum(w * v[j, group] for w, j in zip(scores, seen[i], strict=True)))
+        outputs.append(torch.cat(heads))
+    a = state + torch.stack(outputs) @ attention.o_proj.weight.T
+    m = rms(a, layer.post_attention_layernorm.weight, c.norm_eps)
+    gate = m @ layer.mlp.gate_proj.weight.T
+    return a + (gate * gate.sigmoid() * (m @ layer.mlp.up_proj.weight.T)) @ layer.mlp.down_proj.weight.T
+
+
+def test_step_and_logits_equal_the_equations_written_out():
+    target = tiny_target()
+    head = tiny_head(target)
+    tokens, positions = torch.randint(6, 100, (1, 5)), torch.tensor([[0, 1, 2, 3, 4]])
+    taps = torch.randn(1, 5, 3, target.width)
+    cache = KVCache(1, 8, 1)
+    visible = torch.ones(1, 5, 5, dtype=torch.bool).tril()
+    got = head.step(tokens, head.fuse(taps), positions, cached_attention(cache, visible, positions))
+    fused = taps[0].flatten(1) @ head.fc.weight.T
+    wanted = plain_step(head, tokens[0], fused, positions[0], [list(range(i + 1)) for i in range(5)])
+    torch.testing.assert_close(got[0], wanted, atol=1e-4, rtol=1e-4)
+    logits = rms(wanted, head.norm.weight, head.config.norm_eps) @ head.lm_head.weight.T
+    torch.testing.assert_close(head.logits(got)[0], logits, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("positions", [list(range(8)), list(range(100, 108)), [3, 17, 4, 90]])
+def test_rope_equals_its_formula_at_any_positions(positions):
+    """FAULTS 22."""
+    target = tiny_target()
+    head = tiny_head(target)
+    place = torch.tensor(positions)
+    cos, sin = head.rotary(torch.zeros(1), place[None])
+    angle = place[:, None] * 10000.0 ** (-torch.arange(4) * 2 / 8)
+    torch.testing.assert_close(cos[0], angle.cos().repeat(1, 2), atol=1e-5, rtol=0)
+    torch.testing.assert_close(sin[0], angle.sin().repeat(1, 2), atol=1e-5, rtol=0)
+
+
+def test_rope_settings_are_the_targets_and_survive_save_and_load(tmp_path):
+    """FAULTS 24."""
+    scaling = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6}
+    target = tiny_target(rope_parameters=scaling)
+    head = tiny_head(target)
+    head.save(tmp_path)
+    place = torch.tensor([[0, 5, 40]])
+    ours = head.rotary(torch.zeros(1), place)
+    for other in (target.model.model.rotary_emb, EagleHead.load(tmp_path, target).rotary):
+        torch.testing.assert_close(ours, other(torch.zeros(1), place))
+
+
+@pytest.mark.parametrize("size", [None, 60])
+def test_save_and_load_is_bit_equal_and_holds_nothing_of_the_targets(tmp_path, size):
+    target = tiny_target()
+    vocabulary = None if size is None else DraftVocabulary(torch.arange(3, 3 + size), target.vocabulary)
+    head = tiny_head(target, vocabulary)
+    head.save(tmp_path)
+    loaded = EagleHead.load(tmp_path, target)
+    assert loaded.config == head.config
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+    assert torch.equal(loaded.vocabulary.target_ids, head.vocabulary.target_ids)
+    assert not any("embed" in name for name in head.state_dict())
+
+
+def test_each_missing_tensor_is_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    target = tiny_target()
+    tiny_head(target).save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in set(tensors) - {"d2t", "t2d"}:
+        save_file({k: v for k, v in tensors.items() if k != name}, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=name):
+            EagleHead.load(tmp_path, target)
+
+
+def test_features_of_another_width_or_number_are_refused():
+    head = tiny_head(tiny_target())
+    for shape in ((1, 4, 2, 32), (1, 4, 3, 16), (1, 4, 1, 96)):
+        with pytest.raises(UserError, match="taps of width"):
+            head.fuse(torch.zeros(shape))
+
+
+def test_the_output_head_starts_from_the_targets_rows():
+    target = tiny_target()
+    vocabulary = DraftVocabulary(torch.arange(0, target.vocabulary, 3), target.vocabulary)
+    head = new_eagle_head(target, TAPS, vocabulary)
+    assert torch.equal(head.lm_head.weight, target.model.lm_head.weight[vocabulary.target_ids])
+
+
+def test_draft_vocabulary_maps_are_exact_and_fillers_are_valid():
+    """FAULTS 37 and 39: fewer distinct tokens than slots; specials always in."""
+    counts = torch.zeros(50, dtype=torch.long)
+    counts[[7, 9, 40]] = torch.tensor([5, 9, 1])
+    vocabulary = DraftVocabulary.most_frequent(counts, 10, {0, 49})
+    ids = vocabulary.target_ids
+    assert {0, 7, 9, 40, 49} <= set(ids.tolist())
+    assert len(set(ids.tolist())) == 10
+    assert torch.equal(torch.arange(10) + vocabulary.d2t, ids)
+    assert bool(vocabulary.t2d[ids].all())
+    assert int(vocabulary.t2d.sum()) == 10
+    assert torch.equal(vocabulary.to_draft(ids), torch.arange(10))
+    assert int(vocabulary.to_draft(torch.tensor(48))) == -1
+    wide = vocabulary.widen(torch.ones(2, 10))
+    assert wide.shape == (2, 50)
+    assert torch.equal(wide[0].bool(), vocabulary.t2d)

@@ -1,0 +1,86 @@
+"""The target's conventions: last state, taps, head, fingerprint, and what is refused."""
+
+import pytest
+import torch
+from draftsmith.errors import UserError
+from draftsmith.models.target import Target, choose_taps
+from kit import FLAVOURS, tiny_model, tiny_target, tiny_target_folder, tiny_tokenizer
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_logits_are_those_of_the_model_and_taps_are_block_outputs(flavour):
+    target = tiny_target(flavour)
+    ids = torch.randint(6, 100, (2, 20))
+    out = target.forward(ids, choose_taps(target.blocks))
+    reference = target.model(ids, output_hidden_states=True)
+    torch.testing.assert_close(out.logits, reference.logits, atol=0, rtol=0)
+    for position, tap in enumerate(choose_taps(target.blocks)):
+        if tap < target.blocks - 1:  # transformers reports the last block's output after the final norm only
+            torch.testing.assert_close(out.taps[:, :, position], reference.hidden_states[tap + 1], atol=0, rtol=0)
+    torch.testing.assert_close(out.last, reference.hidden_states[-1], atol=0, rtol=0)
+
+
+def test_the_last_blocks_output_is_not_the_last_state():
+    target = tiny_target("two-blocks")
+    out = target.forward(torch.randint(6, 100, (1, 8)), (0, 1))
+    assert not torch.allclose(out.taps[:, :, 1], out.last)
+    torch.testing.assert_close(target.model.model.norm(out.taps[:, :, 1]), out.last)
+
+
+@pytest.mark.parametrize("blocks", range(1, 81))
+def test_default_taps_are_rising_and_valid_for_every_depth(blocks):
+    taps = choose_taps(blocks)
+    assert list(taps) == sorted(set(taps))
+    assert 0 <= taps[0] <= taps[-1] < blocks
+    if blocks >= 8:
+        assert taps == (1, blocks // 2 - 1, blocks - 4)  # EAGLE-3's own, written as outputs
+
+
+@pytest.mark.parametrize("wrong", [[], [1, 1], [2, 1], [-1, 2], [0, 4]])
+def test_impossible_taps_are_refused(wrong):
+    with pytest.raises(UserError, match="taps"):
+        choose_taps(4, wrong)
+
+
+def test_fingerprint_names_weights_and_tokenizer_but_not_the_folder(tmp_path):
+    first = Target.load(tiny_target_folder(tmp_path / "a")).fingerprint()
+    assert first == Target.load(tiny_target_folder(tmp_path / "b")).fingerprint()
+    model = tiny_model()
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1e-3
+    assert Target(model, tiny_tokenizer()).fingerprint() != Target(tiny_model(), tiny_tokenizer()).fingerprint()
+    other = tiny_tokenizer(template="{{ messages }}")
+    assert Target(tiny_model(), other).fingerprint() != Target(tiny_model(), tiny_tokenizer()).fingerprint()
+
+
+def test_a_folder_without_weights_or_without_anything_is_one_line(tmp_path):
+    folder = tiny_target_folder(tmp_path)
+    (folder / "model.safetensors").unlink()
+    for path in (folder, tmp_path / "nothing-here"):
+        with pytest.raises(UserError) as caught:
+            Target.load(path)
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_pickled_weights_are_never_loaded(tmp_path):
+    folder = tiny_target_folder(tmp_path)
+    (folder / "model.safetensors").unlink()
+    torch.save(tiny_model().state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="safetensors"):
+        Target.load(folder)
+
+
+def test_attaching_drafts_leaves_the_targets_weights_alone():
+    from draftsmith.models.draft import DraftLM
+    from draftsmith.models.eagle import new_eagle_head
+    from draftsmith.models.vocabulary import DraftVocabulary
+
+    target = tiny_target()
+    before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    draft = DraftLM.from_target_blocks(target, [0, 3])
+    head = new_eagle_head(target, (0, 1, 2), DraftVocabulary.all_of(target.vocabulary))
+    with torch.no_grad():
+        for parameter in [*draft.model.parameters(), *head.parameters()]:
+            parameter.add_(1.0)
+    for name, tensor in target.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name

@@ -1,0 +1,149 @@
+"""The command line as a user meets it: exit codes, one line on stderr, instant help."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from draftsmith.cli import main
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of one command."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def one_line(err: str) -> str:
+    assert err.count("\n") == 1, err
+    assert err.startswith("draftsmith: ")
+    return err
+
+
+def test_help_needs_neither_torch_nor_the_schema_and_takes_less_than_three_seconds() -> None:
+    """1.5 s is the aim; the bound leaves room for a busy machine."""
+    program = "import sys\nfrom draftsmith.cli import main\ntry: main(['--help'])\nfinally: print('torch' in sys.modules)"
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert time.monotonic() - started < 3.0
+    assert done.stdout.strip().endswith("False")
+    for command in ("demo", "target", "prepare", "cache", "distill", "train-eagle", "eval-acceptance", "report", "plan"):
+        assert command in done.stdout
+
+
+@pytest.mark.parametrize("command", ["target", "prepare", "cache", "distill", "train-eagle", "eval-acceptance", "plan"])
+def test_a_missing_config_is_one_line_and_exit_code_2(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, _, err = call(capsys, command, str(tmp_path / "absent.yaml"))
+    assert code == 2
+    assert "absent.yaml: no such config" in one_line(err)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "said"),
+    [
+        ("evaluation: {K: 0}", [], "evaluation.K"),
+        ("", ["evaluation.K=0"], "evaluation.K"),
+        ("datta: {}", [], "did you mean data?"),
+        ("", ["distill.tokns=5"], "did you mean distill.tokens?"),
+        ("seed: [", [], "not valid YAML"),
+    ],
+)
+def test_a_wrong_config_is_one_line_and_exit_code_2(
+    text: str, overrides: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    code, _, err = call(capsys, "eval-acceptance", str(tmp_path / "x.yaml"), *overrides)
+    assert code == 2
+    assert said in one_line(err)
+
+
+def test_a_target_folder_without_weights_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "x.yaml").write_text(f"run_root: {tmp_path}/runs\ntarget: {{path: {tmp_path}/model}}\n")
+    for command in ("target", "cache"):
+        code, _, err = call(capsys, command, str(tmp_path / "x.yaml"))
+        assert code == 2
+        assert "target.path" in one_line(err)
+        assert "no *.safetensors" in err
+
+
+def test_a_target_path_that_is_not_there_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "x.yaml").write_text(f"run_root: {tmp_path}/runs\ntarget: {{path: {tmp_path}/absent}}\n")
+    code, _, err = call(capsys, "target", str(tmp_path / "x.yaml"))
+    assert code == 2
+    assert "absent does not exist" in one_line(err)
+
+
+def test_an_empty_corpus_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    source = f"{{kind: json, path: {tmp_path}/empty.jsonl}}"
+    (tmp_path / "x.yaml").write_text(f"run_root: {tmp_path}/runs\ndata: {{sources: [{source}]}}\n")
+    code, out, err = call(capsys, "target", str(tmp_path / "x.yaml"))
+    assert code == 2
+    assert "data.sources" in one_line(err)
+    assert "target: runs (not done yet)" in out
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "x.yaml").write_text(f"run_root: {tmp_path}/file\n")
+    code, _, err = call(capsys, "target", str(tmp_path / "x.yaml"))
+    assert code == 2
+    assert "run_root" in one_line(err)
+
+
+def test_a_report_of_nothing_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "absent"):
+        code, _, err = call(capsys, "report", str(place))
+        assert code == 2
+        assert str(place) in one_line(err)
+
+
+def test_a_cache_that_is_not_there_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for command in ("cache-info", "cache-verify"):
+        code, _, err = call(capsys, command, str(tmp_path))
+        assert code == 2
+        assert "no cache" in one_line(err)
+
+
+def test_a_fault_of_ours_is_a_traceback_and_exit_code_1() -> None:
+    program = (
+        "import draftsmith.cli as cli\n"
+        "def broken(*_): raise KeyError('ours')\n"
+        "cli._load = broken\n"
+        "cli.main(['plan', 'any.yaml'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "KeyError: 'ours'" in done.stderr
+
+
+def test_the_run_folder_says_what_the_user_set_and_what_followed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "x.yaml").write_text(f"run_root: {tmp_path}/runs\ntarget: {{path: {tmp_path}/absent}}\n")
+    call(capsys, "target", str(tmp_path / "x.yaml"), "seed=7")
+    run = tmp_path / "runs" / "x"
+    assert "seed: 7" in (run / "run.yaml").read_text()
+    assert "evaluation" not in (run / "run.yaml").read_text()
+    assert "evaluation" in (run / "resolved.yaml").read_text()
+    environment = (run / "environment.json").read_text()
+    assert json.loads(environment)["packages"]["torch"]
+    assert str(Path.home()) not in environment

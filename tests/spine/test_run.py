@@ -1,0 +1,161 @@
+"""Skipping: a unit runs when its settings, inputs or outputs changed, and only then. With fake work that counts its runs."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from draftsmith.run import RunFolder, Unit, execute, needed, schedule, stamp
+
+
+class Bench:
+    """Two stages and two heads on a tiny run folder: first -> second -> head a, head b."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.folder, self.lines = root, RunFolder(root), []
+        self.settings = {"first": {"x": 1}, "second": {"deep": {"y": 2}}, "head a": {"z": 3}, "head b": {"z": 4}}
+
+    def units(self) -> list[Unit]:
+        def unit(stage: str, name: str, inputs: tuple[str, ...]) -> Unit:
+            key, output = f"{stage} {name}".strip(), f"{stage}{name}"
+            return Unit(stage, name, self.settings[key], inputs, (output,), self.work(output))
+
+        return [
+            unit("first", "", ()),
+            unit("second", "", ("first",)),
+            unit("head", "a", ("second",)),
+            unit("head", "b", ("second",)),
+        ]
+
+    def work(self, output: str) -> Callable[[], None]:
+        def write() -> None:
+            (self.root / output).mkdir(parents=True, exist_ok=True)
+            (self.root / output / "data").write_text("made")
+
+        return write
+
+    def run(self) -> list[str]:
+        self.lines.clear()
+        return execute(self.units(), self.folder, self.lines.append)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path / "run")
+
+
+ALL = ["first", "second", "head a", "head b"]
+
+
+def test_a_second_run_skips_every_stage_and_says_so(bench: Bench) -> None:
+    assert bench.run() == ALL
+    assert bench.run() == []
+    assert bench.lines == [f"{stage}: unchanged, skipped" for stage in ("first", "second", "head")]
+
+
+def test_a_changed_setting_runs_its_unit_and_what_rests_on_it_and_is_named(bench: Bench) -> None:
+    bench.run()
+    bench.settings["second"] = {"deep": {"y": 3}}
+    assert bench.run() == ["second", "head a", "head b"]
+    assert "second: runs (changed: deep.y)" in bench.lines
+    assert "first: unchanged, skipped" in bench.lines
+
+
+def test_a_changed_head_leaves_the_other_head_alone(bench: Bench) -> None:
+    bench.run()
+    bench.settings["head a"] = {"z": 5}
+    assert bench.run() == ["head a"]
+    assert "head b: unchanged, skipped" in bench.lines
+
+
+def test_a_run_again_with_equal_settings_makes_later_stages_stale(bench: Bench) -> None:
+    bench.run()
+    (bench.root / "first" / "data").unlink()
+    assert bench.run() == ALL
+    assert "first: runs (first/data is missing or changed)" in bench.lines
+    assert "second: runs (first is new)" in bench.lines
+
+
+def test_an_output_of_another_size_is_made_again(bench: Bench) -> None:
+    bench.run()
+    (bench.root / "headb" / "data").write_text("made, then damaged")
+    assert bench.run() == ["head b"]
+
+
+def test_tuples_and_lists_are_equal_settings(bench: Bench) -> None:
+    bench.settings["first"] = {"x": (1, 2)}
+    bench.run()
+    bench.settings["first"] = {"x": [1, 2]}
+    assert bench.run() == []
+
+
+def test_a_failure_leaves_the_stage_to_be_run_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("power cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "work", lambda output: fail)
+        with pytest.raises(RuntimeError, match="power cut"):
+            bench.run()
+    assert schedule(bench.units(), bench.folder)["first"] == "interrupted last time"
+    assert bench.run() == ALL
+
+
+def test_what_other_settings_left_in_an_output_is_removed_but_an_interrupted_run_keeps_its_files(bench: Bench) -> None:
+    bench.run()
+    stale = bench.root / "first" / "stale"
+    stale.write_text("of the old settings")
+    bench.settings["first"] = {"x": 2}
+    record = bench.root / "stages" / "first.json"
+    bench.run()
+    assert not stale.exists()
+    state = json.loads(record.read_text())
+    del state["id"]  # as a kill in the middle leaves it
+    record.write_text(json.dumps(state))
+    stale.write_text("of the interrupted run")
+    bench.run()
+    assert stale.exists()
+
+
+def test_a_unit_that_resumes_keeps_its_folder_when_settings_change(tmp_path: Path) -> None:
+    def unit(k: int) -> Unit:
+        def write() -> None:
+            (tmp_path / "cache").mkdir(exist_ok=True)
+            (tmp_path / "cache" / f"shard-{k}").write_text("")
+
+        return Unit("cache", "", {"k": k}, (), ("cache",), write, resumes=True)
+
+    for k in (1, 2):
+        execute([unit(k)], RunFolder(tmp_path), lambda line: None)
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {"shard-1", "shard-2"}
+
+
+def test_the_schedule_foretells_what_runs_and_runs_nothing(bench: Bench) -> None:
+    bench.run()
+    bench.settings["second"] = {"deep": {"y": 3}}
+    foretold = [key for key, reason in schedule(bench.units(), bench.folder).items() if reason]
+    assert foretold == ["second", "head a", "head b"]
+    assert bench.run() == foretold
+
+
+def test_a_damaged_record_counts_as_no_record(bench: Bench) -> None:
+    bench.run()
+    (bench.root / "stages" / "head.b.json").write_text('{"id": "half a rec')
+    assert bench.run() == ["head b"]
+
+
+def test_a_stage_needs_what_it_rests_on_and_nothing_else(bench: Bench) -> None:
+    assert [unit.key for unit in needed(bench.units(), "second")] == ["first", "second"]
+    assert [unit.key for unit in needed(bench.units(), "head")] == ALL
+
+
+def test_a_stamp_changes_with_the_content_and_not_with_the_time_of_a_text(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("one")
+    before = stamp(tmp_path, content=True)
+    file.touch()
+    assert stamp(tmp_path, content=True) == before
+    file.write_text("two")
+    assert stamp(tmp_path, content=True) != before
+    assert stamp(tmp_path / "absent", content=True) == "missing"

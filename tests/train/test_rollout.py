@@ -1,0 +1,201 @@
+"""Rollouts: the same numbers as decoding at every depth, no look into the future, no effect of padding or neighbours."""
+
+import pytest
+import torch
+from draftsmith.data.batches import Batch, TopK
+from draftsmith.eval.drafters import Committed, EagleDrafter, LMDrafter
+from draftsmith.eval.sampling import Sampler
+from draftsmith.models.draft import DraftLM
+from draftsmith.models.eagle import new_eagle_head
+from draftsmith.models.vocabulary import DraftVocabulary
+from draftsmith.train.objectives import DraftLMObjective, EagleObjective
+from draftsmith.train.rollout import rollout
+from kit import tiny_target
+
+TAPS, STEPS = (0, 1, 2), 7
+
+
+class Forced(Sampler):
+    """Drafts given tokens and remembers the logits that it was offered."""
+
+    def force(self, tokens):
+        self.tokens, self.seen = list(tokens), []
+        return self
+
+    def draft(self, logits):
+        self.seen.append(logits)
+        return [self.tokens[len(self.seen) - 1]], None
+
+
+def a_head(target, layers=1):
+    head = new_eagle_head(target, TAPS, DraftVocabulary.all_of(target.vocabulary), layers=layers)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return head
+
+
+def a_batch(target, lengths, seed=0, k=5):
+    """Random rows with states and a top-k teacher of the target; the second half of each row is supervised."""
+    torch.manual_seed(seed)
+    T = max(lengths)
+    ids = torch.randint(6, 100, (len(lengths), T))
+    n = torch.tensor(lengths)
+    place = torch.arange(T)[None]
+    ids = torch.where(place < n[:, None], ids, 0)
+    out = target.forward(ids, TAPS)
+    log_probs, top = out.logits.log_softmax(-1).topk(k)
+    supervised = (place >= n[:, None] // 2) & (place < n[:, None])
+    return Batch(ids, supervised, n, out.taps, out.last, TopK(top, log_probs))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_rollout_and_decoder_give_equal_logits_at_every_depth(layers):
+    """FAULTS 23: the same tokens through the training rollout and through drafting, depths 1 … 7."""
+    target = tiny_target()
+    head = a_head(target, layers)
+    batch = a_batch(target, [24])
+    states = list(rollout(head, batch.token_ids, batch.taps, STEPS))
+    tokens = batch.token_ids[0].tolist()
+    for slot in (0, 5, 12):
+        drafter = EagleDrafter(head)
+        drafter.begin(1, 64)
+        sampler = Forced(0.0).force(tokens[slot + 2 :])
+        known = slot + 2  # x_0 … x_{slot+1} are committed, the target has read all but the last
+        committed = Committed([tokens[:known]], batch.last[:, : slot + 1], batch.taps[:, : slot + 1], torch.tensor([slot + 1]))
+        drafter.propose(committed, STEPS, sampler)
+        for k in range(STEPS):
+            torch.testing.assert_close(sampler.seen[k][0], head.logits(states[k][0, slot]), atol=1e-4, rtol=0)
+
+
+def test_drafting_again_after_acceptance_uses_true_features_only():
+    """The second proposal equals a first one made from scratch: nothing of the drafted entries is left."""
+    target = tiny_target()
+    head = a_head(target)
+    batch = a_batch(target, [24])
+    tokens = batch.token_ids[0].tolist()
+
+    def logits(steps):
+        drafter = EagleDrafter(head)
+        drafter.begin(1, 64)
+        read = 0
+        for known in steps:
+            sampler = Forced(0.0).force([7] * 5)
+            states = slice(read, known - 1)
+            drafter.propose(
+                Committed([tokens[:known]], batch.last[:, states], batch.taps[:, states], torch.tensor([known - 1 - read])), 5, sampler
+            )
+            read = known - 1
+        return torch.stack(sampler.seen)
+
+    torch.testing.assert_close(logits([4, 7, 8, 12]), logits([12]), atol=1e-4, rtol=0)
+
+
+def test_draft_lm_gives_equal_logits_in_training_and_in_drafting():
+    target = tiny_target()
+    draft = DraftLM.from_target_blocks(target, [0, 3])
+    ids = a_batch(target, [24]).token_ids
+    trained = draft.forward(ids).logits[0]
+    tokens = ids[0].tolist()
+    drafter = LMDrafter(draft)
+    drafter.begin(1, 64)
+    for known in (3, 5, 9):
+        sampler = Forced(0.0).force(tokens[known:])
+        drafter.propose(Committed([tokens[:known]], None, None, None), STEPS, sampler)
+        for k in range(STEPS):
+            torch.testing.assert_close(sampler.seen[k][0], trained[known - 1 + k], atol=1e-4, rtol=0)
+
+
+def per_slot_losses(objective, batch):
+    """Loss of every slot at every step, NaN where it is not trained."""
+    result = []
+    for k, (slots, logits) in enumerate(objective.predictions(batch)):
+        values = torch.full(slots.shape, float("nan"))
+        values[slots] = objective._loss(logits, objective._cached_teacher(batch, slots, k))
+        result.append(values)
+    return torch.stack(result)
+
+
+def objectives(target):
+    return [
+        DraftLMObjective(DraftLM.from_target_blocks(target, [0, 3])),
+        EagleObjective(a_head(target), STEPS, 0.8),
+    ]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_changing_a_token_leaves_every_earlier_prediction_alone_at_every_depth(which):
+    """FAULTS 27. Predictions of x_0 … x_{t−1} do not move when token t changes; some later one does."""
+    target = tiny_target()
+    objective = objectives(target)[which]
+    batch = a_batch(target, [24])
+    before = per_slot_losses(objective, batch)
+    for t in (13, 17, 22):
+        ids = batch.token_ids.clone()
+        ids[0, t] = 5 if int(ids[0, t]) != 5 else 4
+        out = target.forward(ids, TAPS)
+        log_probs, top = out.logits.log_softmax(-1).topk(5)
+        after = per_slot_losses(objective, Batch(ids, batch.supervised, batch.lengths, out.taps, out.last, TopK(top, log_probs)))
+        moved = (after - before).abs() > 1e-6
+        for k in range(objective.steps):
+            # Slot s at step k predicts x_{s+lead+k}: its inputs and teacher end one token before.
+            assert not moved[k, 0, : max(0, t + 1 - objective.lead - k)].any(), (t, k)
+        assert moved.any()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_neighbours_and_padding_change_nothing(which):
+    """FAULTS 27: row A keeps its losses when row B changes, when B is longer, and when A stands alone."""
+    target = tiny_target()
+    objective = objectives(target)[which]
+    alone = a_batch(target, [16])
+    values = per_slot_losses(objective, alone)
+    for other in (16, 30):
+        torch.manual_seed(9)
+        both_ids = torch.zeros(2, max(16, other), dtype=torch.long)
+        both_ids[0, :16], both_ids[1, :other] = alone.token_ids[0], torch.randint(6, 100, (other,))
+        lengths = torch.tensor([16, other])
+        out = target.forward(both_ids, TAPS)
+        log_probs, top = out.logits.log_softmax(-1).topk(5)
+        place = torch.arange(both_ids.shape[1])[None]
+        supervised = (place >= lengths[:, None] // 2) & (place < lengths[:, None])
+        together = per_slot_losses(objective, Batch(both_ids, supervised, lengths, out.taps, out.last, TopK(top, log_probs)))
+        torch.testing.assert_close(together[:, 0, :16], values[:, 0], atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_loss_and_gradient_do_not_depend_on_batching_or_padding(which):
+    """FAULTS 25, one process: a batch of four equals the sum of its rows, weights included."""
+    target = tiny_target()
+    batch = a_batch(target, [24, 9, 16, 5])
+    objective = objectives(target)[which]
+
+    def gradient(batches):
+        objective.zero_grad()
+        weight = sum(objective.weight(b) for b in batches)
+        for b in batches:
+            (objective(b).loss / weight).backward()
+        return torch.cat([p.grad.flatten() for p in objective.parameters() if p.grad is not None])
+
+    def row(i, pad=0):
+        n = int(batch.lengths[i])
+        cut = [x[i : i + 1, : n + pad] for x in (batch.token_ids, batch.supervised)]
+        states = [x[i : i + 1, : n + pad] for x in (batch.taps, batch.last, *batch.teacher)]
+        return Batch(*cut, batch.lengths[i : i + 1], states[0], states[1], TopK(*states[2:]))
+
+    whole = gradient([batch])
+    torch.testing.assert_close(gradient([row(i) for i in range(4)]), whole, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(gradient([row(0), row(1, 3), row(2, 5), row(3, 2)]), whole, atol=1e-6, rtol=1e-4)
+
+
+def test_a_batch_with_nothing_supervised_has_loss_0_and_finite_gradients():
+    target = tiny_target()
+    batch = a_batch(target, [8, 8])
+    empty = Batch(batch.token_ids, torch.zeros_like(batch.supervised), batch.lengths, batch.taps, batch.last, batch.teacher)
+    for objective in objectives(target):
+        sums = objective(empty)
+        sums.loss.backward()
+        assert sums.loss.item() == 0
+        assert objective.weight(empty) == 0
+        assert all(p.grad is None or torch.isfinite(p.grad).all() for p in objective.parameters())

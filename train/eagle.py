@@ -1,0 +1,73 @@
+"""Train an EAGLE head on the target's cached states, with rollouts of any length (1: without)."""
+
+from pathlib import Path
+
+import torch
+from pydantic import Field
+
+from draftsmith.data.cache.reader import CacheReader
+from draftsmith.data.rows import Rows
+from draftsmith.models.eagle import new_eagle_head
+from draftsmith.models.target import Target
+from draftsmith.models.vocabulary import DraftVocabulary
+from draftsmith.train.held_out import HeldOut
+from draftsmith.train.loop import Log, Summary, TrainSettings, train
+from draftsmith.train.objectives import EagleObjective
+
+
+class EagleTrainSettings(TrainSettings):
+    """rollouts: training-time-test steps; decay: weight of each step relative to the one before; draft_vocabulary: size V_d, the
+    most frequent supervised tokens (null: the whole vocabulary); head_from_target: start the output head from the target's rows."""
+
+    rollouts: int = Field(5, ge=1)
+    decay: float = Field(1.0, gt=0)
+    layers: int = Field(1, ge=1)
+    intermediate: int | None = Field(None, ge=1)
+    draft_vocabulary: int | None = Field(None, ge=1)
+    head_from_target: bool = True
+
+
+def draft_vocabulary(reader: CacheReader, target: Target, size: int | None) -> DraftVocabulary:
+    """The `size` target tokens that are supervised most often in the cache, stop tokens always among them."""
+    if size is None or size >= target.vocabulary:
+        return DraftVocabulary.all_of(target.vocabulary)
+    counts = torch.zeros(target.vocabulary, dtype=torch.long)
+    for index in range(len(reader)):
+        row = reader[index]
+        counts += torch.bincount(torch.from_numpy(row.token_ids[row.supervised]).long(), minlength=target.vocabulary)
+    special = set(target.tokenizer.all_special_ids) | set(target.eos_ids) if target.has_tokenizer else set(target.eos_ids)
+    return DraftVocabulary.most_frequent(counts, size, special)
+
+
+def train_eagle(
+    target: Target,
+    reader: CacheReader,
+    held_out: Rows,
+    settings: EagleTrainSettings,
+    folder: Path,
+    seed: int,
+    log: Log | None = None,
+) -> Summary:
+    """Train a head on the cache's taps and distribution; `folder` gets the best weights."""
+    taps = reader.taps
+    head = new_eagle_head(
+        target,
+        taps,
+        draft_vocabulary(reader, target, settings.draft_vocabulary),
+        layers=settings.layers,
+        intermediate=settings.intermediate,
+        head_from_target=settings.head_from_target,
+        seed=seed,
+    )
+    rows = [held_out[i] for i in range(min(settings.held_out_rows, len(held_out)))]
+    return train(
+        EagleObjective(head, settings.rollouts, settings.decay, settings.loss),
+        reader,
+        HeldOut.of(target, rows, taps),
+        settings,
+        folder=folder,
+        seed=seed,
+        keep=lambda: head.save(folder),
+        log=log,
+        title=f"train-eagle {folder.name}",
+    )

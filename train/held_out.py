@@ -1,0 +1,47 @@
+"""Expected acceptance on held-out text against the target's full distribution: what picks the best checkpoint.
+
+`alpha_teacher_forced` of DESIGN section 5: no decoding, no truncated cache. Knows the target and a few rows of text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from draftsmith.data.batches import Batch, collate_rows
+from draftsmith.data.rows import Row
+from draftsmith.models.target import Target
+from draftsmith.train.losses import acceptance, dense_teacher
+from draftsmith.train.objectives import Objective
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A few held-out rows with the target's states of them, computed once."""
+
+    target: Target
+    batches: list[Batch]
+
+    @classmethod
+    def of(cls, target: Target, rows: Sequence[Row], taps: Sequence[int]) -> "HeldOut":
+        """Run the target over the rows, one at a time."""
+        batches = []
+        with torch.no_grad():
+            for row in rows:
+                batch = collate_rows([row])
+                out = target.forward(batch.token_ids, tuple(taps), want_logits=False)
+                batches.append(replace(batch, last=out.last, taps=out.taps))
+        return cls(target, batches)
+
+    @torch.no_grad()
+    def expected_acceptance(self, objective: Objective) -> list[float]:
+        """Mean of Σ_v min(p, q) over the supervised positions, for each rollout step of the objective."""
+        accepted, count = torch.zeros(objective.steps), torch.zeros(objective.steps)
+        for batch in self.batches:
+            assert batch.last is not None
+            for k, (slots, logits) in enumerate(objective.predictions(batch)):
+                p = self.target.head(batch.last[objective.teacher_places(slots, k)]).float().softmax(-1)
+                p = p[:, objective.vocabulary.target_ids.to(p.device)]
+                accepted[k] += acceptance(logits, dense_teacher(p)).sum().cpu()
+                count[k] += len(logits)
+        return (accepted / count.clamp(min=1)).tolist()

@@ -1,0 +1,126 @@
+"""What is minimised: from a batch to a sum of weighted per-position losses, for each kind of draft.
+
+An objective knows which slots are trained, which teacher each has and what it weighs; the loop divides and steps.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.data.batches import Batch, supervised_slots
+from draftsmith.errors import UserError
+from draftsmith.models.draft import DraftLM
+from draftsmith.models.eagle import EagleHead
+from draftsmith.models.vocabulary import DraftVocabulary
+from draftsmith.train.losses import LOSSES, Teacher, acceptance
+from draftsmith.train.rollout import rollout
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over a micro-batch. loss: weighted, with gradient; accepted and count [K]: per rollout step, without gradient."""
+
+    loss: Tensor
+    accepted: Tensor
+    count: Tensor
+
+
+class Objective(nn.Module):
+    """A draft under training. At rollout step k slot t predicts x_{t+lead+k}; its teacher is p_{t+lead+k−1}, its weight decay^k."""
+
+    lead: int
+    steps = 1
+    decay = 1.0
+    vocabulary: DraftVocabulary
+
+    def __init__(self, loss: str) -> None:
+        super().__init__()
+        if loss not in LOSSES:
+            raise UserError(f"loss {loss}: must be one of {', '.join(LOSSES)}")
+        self._loss: Callable[[Tensor, Teacher], Tensor] = LOSSES[loss]
+
+    def states(self, batch: Batch) -> Iterator[Tensor]:
+        """The draft's states [B, T, H] of every rollout step."""
+        raise NotImplementedError
+
+    def logits(self, states: Tensor) -> Tensor:
+        """States [N, H] → draft logits [N, V_d]."""
+        raise NotImplementedError
+
+    def trained_slots(self, batch: Batch, k: int) -> Tensor:
+        """bool [B, T]: the slots with a supervised prediction at rollout step k."""
+        return supervised_slots(batch.supervised, batch.lengths, self.lead + k)
+
+    def teacher_places(self, slots: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """(rows [N], positions [N]) of the distributions that teach the slots of step k."""
+        rows, columns = slots.nonzero(as_tuple=True)
+        return rows, columns + self.lead + k - 1
+
+    def weight(self, batch: Batch) -> float:
+        """Σ of the weights of a batch's supervised predictions: what `Sums.loss` is to be divided by."""
+        return sum(self.decay**k * float(self.trained_slots(batch, k).sum()) for k in range(self.steps))
+
+    def predictions(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+        """Per rollout step: the trained slots [B, T] and the draft logits [N, V_d] there; the head runs on no other slot."""
+        for k, states in enumerate(self.states(batch)):
+            slots = self.trained_slots(batch, k)
+            yield slots, self.logits(states[slots])
+
+    def forward(self, batch: Batch) -> Sums:
+        loss = torch.zeros(())
+        accepted, count = [], []
+        for k, (slots, logits) in enumerate(self.predictions(batch)):
+            teacher = self._cached_teacher(batch, slots, k)
+            loss = loss + self.decay**k * self._loss(logits, teacher).sum()
+            with torch.no_grad():
+                accepted.append(acceptance(logits, teacher).sum())
+                count.append(slots.sum().float())
+        return Sums(loss, torch.stack(accepted), torch.stack(count))
+
+    def _cached_teacher(self, batch: Batch, slots: Tensor, k: int) -> Teacher:
+        if batch.teacher is None:
+            raise UserError("the cache holds no distribution: cache it again with cache.k above 0")
+        places = self.teacher_places(slots, k)
+        return Teacher(self.vocabulary.to_draft(batch.teacher.ids[places]), batch.teacher.log_probs[places].exp())
+
+
+class DraftLMObjective(Objective):
+    """A draft LM: slot t predicts x_{t+1}."""
+
+    lead = 1
+
+    def __init__(self, draft: DraftLM, loss: str = "forward_kl") -> None:
+        super().__init__(loss)
+        self.model = draft.model
+        self.vocabulary = DraftVocabulary.all_of(draft.vocabulary)
+        self._draft = draft
+
+    def states(self, batch: Batch) -> Iterator[Tensor]:
+        yield self._draft.forward(batch.token_ids, want_logits=False).last
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self._draft.head(states)
+
+
+class EagleObjective(Objective):
+    """An EAGLE head under training-time test: slot t at rollout step k predicts x_{t+2+k}."""
+
+    lead = 2
+
+    def __init__(self, head: EagleHead, steps: int, decay: float = 1.0, loss: str = "forward_kl") -> None:
+        super().__init__(loss)
+        if steps < 1:
+            raise UserError(f"eagle.rollouts {steps}: must be at least 1 (1 is training without rollouts)")
+        self.head = head
+        self.vocabulary = head.vocabulary
+        self.steps, self.decay = steps, decay
+
+    def states(self, batch: Batch) -> Iterator[Tensor]:
+        if batch.taps is None:
+            raise UserError("the cache holds no taps: cache it again with cache.taps set")
+        return rollout(self.head, batch.token_ids, batch.taps, self.steps)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.head.logits(states)
