@@ -35,7 +35,11 @@ def publish(path: Path, write: Callable[[Path], None]) -> None:
 
 def publish_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8, atomically."""
-    publish(path, lambda temporary: temporary.write_text(text, encoding="utf-8") and None)
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+
+    publish(path, write)
 
 
 def publish_json(path: Path, value: Any) -> None:

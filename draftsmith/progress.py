@@ -35,7 +35,9 @@ class Ticker:
         elif (now := time.monotonic()) - self.printed >= LINE_EVERY_SECONDS:
             self.printed = now
             left = (self.total - self.done) / max(self.rate, 1e-9)
-            print(f"{self.title}: {self.done:,}/{self.total:,} {self.unit}, {rate}, {left:.0f} s left  {note}", flush=True)
+            print(
+                f"{self.title}: {self.done:,}/{self.total:,} {self.unit}, {rate}, {left:.0f} s left  {note}", flush=True
+            )
 
 
 @contextmanager

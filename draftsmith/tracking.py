@@ -90,10 +90,7 @@ class Tracking:
 
         folder = self._run / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
-        if "WANDB_MODE" not in os.environ and not has_account():
-            mode = "offline"
-        else:
-            mode = os.environ.get("WANDB_MODE", "online")
+        mode = os.environ.get("WANDB_MODE") or ("online" if has_account() else "offline")
         quiet = Settings(
             silent=True,
             console="off",

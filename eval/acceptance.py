@@ -149,7 +149,12 @@ def measured_speedup(
 
 
 def _identical(
-    target: Target, domain: str, texts: list[list[int]], decoded: list[Decoded], settings: EvalSettings, plain: PlainRuns
+    target: Target,
+    domain: str,
+    texts: list[list[int]],
+    decoded: list[Decoded],
+    settings: EvalSettings,
+    plain: PlainRuns,
 ) -> int:
     if domain not in plain.tokens:
         plain.tokens[domain] = [r.tokens for r in decode_all(target, NoDraft(), texts, settings, 0.0)]

@@ -7,7 +7,7 @@ Knows nothing of files, domains or metrics; it records what `draftsmith.eval.met
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import Proposal
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import EagleHead
+from draftsmith.models.kv import KVCache
 from draftsmith.models.lm import LanguageModel
 from draftsmith.models.target import Target
 
@@ -77,12 +78,11 @@ def decode(
     target_cache = target.new_cache(len(prompts), longest)
     drafter.begin(len(prompts), longest)
     # Prefill all but the last token of each prompt: that one is pending, and the first verify reads it.
-    states = _prefill(target, drafter, target_cache, prompts)
+    committed = _prefill(target, drafter, target_cache, [result.prompt for result in results])
 
     while active:
         # 1. Draft: a tree of tokens below the pending one, and the q that each was drawn from.
-        committed = [results[i].prompt + results[i].tokens for i in active]
-        proposal = drafter.propose(Committed(committed, *states), K, sampler)
+        proposal = drafter.propose(committed, K, sampler)
 
         # 2. Verify: the target reads the whole tree in one forward; p is its distribution after every node.
         out = target.forward(
@@ -99,17 +99,18 @@ def decode(
         path, counts = _padded_paths(accepted)
         target_cache.commit(path, counts)
         rows = torch.arange(len(active))[:, None]
-        states = (out.last[rows, path], out.taps[rows, path] if out.taps is not None else None, counts)
+        taps = None if out.taps is None else out.taps[rows, path]
+        committed = Committed(
+            [results[row].prompt + results[row].tokens for row in active], out.last[rows, path], taps, counts
+        )
         going = [index for index, row in enumerate(active) if not results[row].finish_reason]
-        if len(going) < len(active):
-            active = [active[index] for index in going]
-            if active:
-                keep = torch.tensor(going)
-                target_cache.select(keep)
-                drafter.keep(keep)
-                width = int(counts[keep].max())
-                states = tuple(None if s is None else s[keep, :width] if s.ndim > 1 else s[keep] for s in states)
-                sampler.streams = [sampler.streams[index] for index in going]
+        if 0 < len(going) < len(active):
+            keep = torch.tensor(going)
+            target_cache.select(keep)
+            drafter.keep(keep)
+            committed = committed.select(keep)
+            sampler.streams = [sampler.streams[index] for index in going]
+        active = [active[index] for index in going]
     return results
 
 
@@ -128,16 +129,17 @@ def _check(target: Target, prompts: Sequence[Sequence[int]], K: int, max_new_tok
             )
 
 
-def _prefill(target: Target, drafter: Drafter, cache: Any, prompts: Sequence[Sequence[int]]) -> tuple[Any, Any, Tensor]:
+def _prefill(target: Target, drafter: Drafter, cache: KVCache, prompts: list[list[int]]) -> Committed:
     counts = torch.tensor([len(prompt) - 1 for prompt in prompts])
     width = int(counts.max())
-    ids = torch.tensor([[*prompt[:-1], *[0] * (width - len(prompt) + 1)] for prompt in prompts]).long().reshape(len(prompts), width)
     if width == 0:
-        taps = torch.zeros(len(prompts), 0, len(drafter.taps), target.width, dtype=target.dtype)
-        return torch.zeros(len(prompts), 0, target.width, dtype=target.dtype), taps if drafter.taps else None, counts
+        nothing = torch.zeros(len(prompts), 0, target.width, dtype=target.dtype)
+        taps = nothing[:, :, None].expand(-1, -1, len(drafter.taps), -1) if drafter.taps else None
+        return Committed(prompts, nothing, taps, counts)
+    ids = torch.tensor([prompt[:-1] + [0] * (width - len(prompt) + 1) for prompt in prompts])
     out = target.forward(ids, drafter.taps, cache=cache, want_logits=False)
     cache.set_lengths(counts)
-    return out.last, out.taps, counts
+    return Committed(prompts, out.last, out.taps, counts)
 
 
 def _accept(proposal: Proposal, logits: Tensor, sampler: Sampler) -> list[rules.Accepted]:
@@ -150,9 +152,7 @@ def _accept(proposal: Proposal, logits: Tensor, sampler: Sampler) -> list[rules.
         return [rules.greedy(t[:n], u[:n], b) for t, u, b, n in zip(tokens, parents, best, sizes, strict=True)]
     p = sampler.probabilities(logits).numpy()
     q = proposal.q.numpy() if proposal.q is not None else [None] * len(sizes)
-    return [
-        rules.rejection(tokens[i][:n], parents[i][:n], p[i], q[i], sampler.streams[i]) for i, n in enumerate(sizes)
-    ]
+    return [rules.rejection(tokens[i][:n], parents[i][:n], p[i], q[i], sampler.streams[i]) for i, n in enumerate(sizes)]
 
 
 def _emit(
@@ -244,8 +244,10 @@ def prompt_ids(target: Target, prompt: str | Sequence[int] | Sequence[dict[str, 
     """Token ids of a prompt: text is tokenised as it stands, messages go through the chat template."""
     if isinstance(prompt, str):
         return list(target.tokenizer(prompt)["input_ids"])
-    if prompt and isinstance(prompt[0], dict):
+    if len(prompt) and isinstance(prompt[0], dict):
         return list(
-            target.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
+            target.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
         )
-    return [int(token) for token in prompt]  # type: ignore[call-overload]
+    return [int(token) for token in cast(Sequence[int], prompt)]

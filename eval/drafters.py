@@ -31,6 +31,13 @@ class Committed:
     taps: Tensor | None
     counts: Tensor
 
+    def select(self, rows: Tensor) -> "Committed":
+        """The same of these rows only."""
+        counts = self.counts[rows]
+        width = int(counts.max())
+        taps = None if self.taps is None else self.taps[rows, :width]
+        return Committed([self.tokens[row] for row in rows.tolist()], self.last[rows, :width], taps, counts)
+
 
 class Drafter(Protocol):
     """The contract of everything that drafts. `taps`: the target's block outputs that `propose` wants to see."""
@@ -75,7 +82,9 @@ class LMDrafter:
 
     def propose(self, committed: Committed, K: int, sampler: Sampler) -> Proposal:
         # Entries of drafted tokens that were accepted hold; of rejected ones, nothing may stay.
-        self.cache.set_lengths(torch.tensor([_agreeing(a, b) for a, b in zip(self._seen(), committed.tokens, strict=True)]))
+        self.cache.set_lengths(
+            torch.tensor([_agreeing(a, b) for a, b in zip(self._seen(), committed.tokens, strict=True)])
+        )
         new = [tokens[length:] for tokens, length in zip(committed.tokens, self.cache.lengths.tolist(), strict=True)]
         ids, counts = _pad(new)
         drafted: list[list[int]] = []

@@ -49,9 +49,7 @@ def metrics(traces: Sequence[Sequence[Verify]], K: int) -> dict[str, object]:
         "acceptance_rate": ratio(per_prompt(lambda v: v.accepted), per_prompt(lambda v: v.drafted)),
         "tokens_per_verify": ratio(per_prompt(lambda v: v.emitted), verifies),
         "n_alpha": [
-            ratio(
-                per_prompt(lambda v, k=k: len(v.hits) > k and v.hits[k]), per_prompt(lambda v, k=k: len(v.hits) > k)
-            )
+            ratio(per_prompt(lambda v, k=k: len(v.hits) > k and v.hits[k]), per_prompt(lambda v, k=k: len(v.hits) > k))
             for k in range(K)
         ],
         "survival": [ratio(per_prompt(lambda v, k=k: v.accepted > k), verifies) for k in range(K)],

@@ -95,6 +95,8 @@ def _draw(name: str, title: str, paint: Callable[[Axes], None]) -> Plot:
         axes = figure.add_subplot()
         axes.set_title(title)
         paint(axes)
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # the layout is found; each file would search for it again
         png, svg = io.BytesIO(), io.BytesIO()
         figure.savefig(png, format="png", dpi=160, facecolor="white")
         figure.savefig(svg, format="svg", facecolor="none", metadata={"Date": None})

@@ -15,8 +15,8 @@ from draftsmith.eval.sampling import draw
 class Accepted:
     """path: node numbers from the root down, the root included; following: the token emitted after the last of them.
 
-    overlaps: for each drafted position that was reached, the probability that its token is accepted given its context: Σ_v min(p, q)
-    for a sampled token, the target's mass on the candidates for a deterministic one, 0 or 1 under greedy decoding.
+    overlaps: for each drafted position that was reached, the probability that its token is accepted given its context:
+    Σ_v min(p, q) for a sampled token, the target's mass on the candidates for a deterministic one, 0 or 1 when greedy.
     """
 
     path: list[int]

@@ -65,8 +65,8 @@ class Sampler:
 
     def start(self, seed: int | None, names: list[int]) -> None:
         """One stream per prompt, made from the seed and the prompt's own name (a number that stays with it)."""
-        entropy = np.random.SeedSequence(seed).entropy
-        self.streams = [np.random.default_rng([entropy & (2**63 - 1), name]) for name in names]
+        root = int(np.random.default_rng(seed).integers(2**63))
+        self.streams = [np.random.default_rng([root, name]) for name in names]
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """p, or q, of these logits at this temperature > 0."""

@@ -27,10 +27,12 @@ class DraftLM(LanguageModel):
         Raises UserError for blocks that the target does not have.
         """
         if not blocks or any(not 0 <= i < target.blocks for i in blocks):
-            raise UserError(f"distill.blocks: {list(blocks)} must name blocks from 0 to {target.blocks - 1} of the target")
+            raise UserError(
+                f"distill.blocks: {list(blocks)} must name blocks from 0 to {target.blocks - 1} of the target"
+            )
         model = _build(target, {"num_hidden_layers": len(blocks)}, blocks)
         source = target.model.state_dict()
-        number = {new: old for new, old in enumerate(blocks)}
+        number = dict(enumerate(blocks))
         state = {name: source[_renumber(name, number)].clone() for name in model.state_dict()}
         model.load_state_dict(state)
         return cls(model)

@@ -56,7 +56,9 @@ class EagleConfig:
 
 def rope_of(target: Target) -> dict[str, Any]:
     """The target's RoPE settings; for targets with several kinds of layer, those of its full-attention layers."""
-    parameters = dict(getattr(target.config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
+    parameters = dict(
+        getattr(target.config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
+    )
     return dict(parameters.get("full_attention") or parameters)
 
 
@@ -153,7 +155,8 @@ class EagleHead(nn.Module):
         """The target's taps [B, n, A, W] → g [B, n, H], the feature of rollout step 0. Raises UserError on a misfit."""
         if taps.shape[2:] != (len(self.config.taps), self.config.target_width):
             raise UserError(
-                f"EAGLE head: made for {len(self.config.taps)} taps of width {self.config.target_width}, given {tuple(taps.shape[2:])}"
+                f"EAGLE head: made for {len(self.config.taps)} taps of width {self.config.target_width}, "
+                f"given {tuple(taps.shape[2:])}"
             )
         return self.fc(taps.flatten(2))
 
@@ -250,5 +253,7 @@ def new_eagle_head(
             if parameter.ndim == 2:
                 parameter.normal_(0.0, 0.02, generator=generator)
         if head_from_target:
-            head.lm_head.weight.copy_(target.model.get_output_embeddings().weight[vocabulary.target_ids.to(target.device)].float().cpu())
+            head.lm_head.weight.copy_(
+                target.model.get_output_embeddings().weight[vocabulary.target_ids.to(target.device)].float().cpu()
+            )
     return head.to(target.device)

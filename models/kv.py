@@ -27,7 +27,9 @@ class KVLayer(CacheLayerMixin):
         self.values = value_states.new_zeros(batch, value_states.shape[1], capacity, value_states.shape[3])
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Write `[B, heads, n, dim]` behind each row's committed entries; return all up to the longest row."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

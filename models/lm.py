@@ -86,7 +86,11 @@ class LanguageModel:
         """
         arguments: dict[str, Any] = {"use_cache": False}
         if cache is not None:
-            arguments = {"use_cache": True, self._cache_argument: cache, **self._tree_inputs(ids, cache, visible, depths)}
+            arguments = {
+                "use_cache": True,
+                self._cache_argument: cache,
+                **self._tree_inputs(ids, cache, visible, depths),
+            }
         kept: dict[int, Tensor] = {}
         hooks = [self._block_modules[i].register_forward_hook(_keep_output(kept, i)) for i in taps]
         try:
@@ -107,7 +111,8 @@ class LanguageModel:
             depths = torch.arange(count, device=ids.device)[None]
         positions = cache.lengths[:, None] + depths.expand(batch, count)
         masks = {
-            kind: attention_mask(cache, visible, positions, self.dtype, window) for kind, window in self._windows.items()
+            kind: attention_mask(cache, visible, positions, self.dtype, window)
+            for kind, window in self._windows.items()
         }
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
         return {"attention_mask": mask, "position_ids": positions}
@@ -125,7 +130,9 @@ def _find_blocks(body: nn.Module, count: int) -> nn.ModuleList:
     for module in body.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise UserError(f"{type(body).__name__}: no list of {count} decoder blocks found; this architecture is not supported")
+    raise UserError(
+        f"{type(body).__name__}: no list of {count} decoder blocks found; this architecture is not supported"
+    )
 
 
 def _attention_windows(config: Any) -> dict[str, int | None]:

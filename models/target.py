@@ -25,6 +25,7 @@ def choose_taps(blocks: int, taps: Literal["auto"] | Sequence[int] = "auto") -> 
     `auto` is EAGLE-3's {1, L//2 − 1, L − 4} where these are three rising blocks (L ≥ 8, and L = 7), and otherwise a low, a
     middle and a high block, or all blocks of a target with fewer than four. Raises UserError for taps out of order or range.
     """
+    chosen: tuple[int, ...]
     if taps == "auto":
         chosen = (1, blocks // 2 - 1, blocks - 4)
         if not chosen[0] < chosen[1] < chosen[2]:
@@ -46,7 +47,9 @@ class Target(LanguageModel):
         self.path = path
 
     @classmethod
-    def load(cls, path: str | Path, dtype: str = "float32", device: str = "cpu", trust_remote_code: bool = False) -> "Target":
+    def load(
+        cls, path: str | Path, dtype: str = "float32", device: str = "cpu", trust_remote_code: bool = False
+    ) -> "Target":
         """Load weights and tokenizer from a folder or hub name. Raises UserError when either cannot be used; no pickles."""
         name = str(path)
         model = load_model(name, dtype, trust_remote_code).to(device)
@@ -97,7 +100,9 @@ class Target(LanguageModel):
 def load_model(name: str, dtype: str = "float32", trust_remote_code: bool = False) -> Any:
     """The `transformers` causal LM at a folder or hub name, from safetensors only. Raises UserError in one line."""
     if Path(name).is_dir() and not any(Path(name).glob("*.safetensors")):
-        raise UserError(f"{name}: no *.safetensors in this folder; put the model's weights there or name another folder")
+        raise UserError(
+            f"{name}: no *.safetensors in this folder; put the model's weights there or name another folder"
+        )
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         return AutoModelForCausalLM.from_pretrained(

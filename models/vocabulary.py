@@ -14,7 +14,11 @@ class DraftVocabulary:
 
     def __init__(self, target_ids: Tensor, target_size: int) -> None:
         """target_ids: [V_d] int64, strictly ascending, below `target_size`. Raises UserError otherwise."""
-        if len(target_ids) == 0 or bool((target_ids.diff() <= 0).any()) or not 0 <= int(target_ids[0]) <= int(target_ids[-1]) < target_size:
+        if (
+            len(target_ids) == 0
+            or bool((target_ids.diff() <= 0).any())
+            or not 0 <= int(target_ids[0]) <= int(target_ids[-1]) < target_size
+        ):
             raise UserError(f"draft vocabulary: ids must rise strictly within 0 … {target_size - 1}")
         self.target_ids = target_ids
         self.target_size = target_size
@@ -34,7 +38,9 @@ class DraftVocabulary:
     def most_frequent(cls, counts: Tensor, size: int, always: set[int]) -> "DraftVocabulary":
         """The `size` ids with the largest `counts` [V] (ties and unseen fillers by ascending id), `always` among them."""
         if not len(always) <= size <= len(counts):
-            raise UserError(f"draft vocabulary of {size} ids: must be between {len(always)} special ids and {len(counts)}")
+            raise UserError(
+                f"draft vocabulary of {size} ids: must be between {len(always)} special ids and {len(counts)}"
+            )
         order = counts.double().clone()
         order[sorted(always)] = float("inf")
         chosen = torch.sort(order, descending=True, stable=True).indices[:size]

@@ -35,7 +35,9 @@ def draft_vocabulary(reader: CacheReader, target: Target, size: int | None) -> D
     for index in range(len(reader)):
         row = reader[index]
         counts += torch.bincount(torch.from_numpy(row.token_ids[row.supervised]).long(), minlength=target.vocabulary)
-    special = set(target.tokenizer.all_special_ids) | set(target.eos_ids) if target.has_tokenizer else set(target.eos_ids)
+    special = (
+        set(target.tokenizer.all_special_ids) | set(target.eos_ids) if target.has_tokenizer else set(target.eos_ids)
+    )
     return DraftVocabulary.most_frequent(counts, size, special)
 
 

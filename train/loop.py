@@ -95,7 +95,9 @@ def train(
     """
     folder.mkdir(parents=True, exist_ok=True)
     plan = batch_plan(reader.lengths, settings, seed)
-    accelerator = Accelerator(mixed_precision="bf16" if compute_dtype(held_out.target.device) == torch.bfloat16 else "no")
+    accelerator = Accelerator(
+        mixed_precision="bf16" if compute_dtype(held_out.target.device) == torch.bfloat16 else "no"
+    )
     optimizer = make_optimizer(objective, settings.matrix_lr, settings.other_lr, settings.weight_decay)
     model, optimizer = accelerator.prepare(objective, optimizer)
     summary = Summary(steps=len(plan), at_start=held_out.expected_acceptance(objective))
@@ -108,7 +110,9 @@ def train(
             set_learning_rate(optimizer, schedule(step, len(plan), max(1, round(settings.warmup * len(plan)))))
             loss, sums = _step(model, objective, batches, optimizer, accelerator, settings.clip)
             if not np.isfinite(loss):
-                raise UserError(f"{title}: the loss is {loss} at step {step}, rows {[r for rows in micro for r in rows]}")
+                raise UserError(
+                    f"{title}: the loss is {loss} at step {step}, rows {[r for rows in micro for r in rows]}"
+                )
             tokens = sum(int(batch.lengths.sum()) for batch in batches)
             summary.tokens += tokens
             progress.advance(tokens, f"loss {loss:.3f}")

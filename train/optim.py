@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-# Five steps of this quintic bring every singular value of a matrix of norm 1 to about 1 (0.7 to 1.2), which is all that
-# Muon needs (Jordan et al., https://kellerjordan.github.io/posts/muon/).
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+# Steps of this quintic bring the singular values of a matrix of norm 1 to about 1 (0.7 to 1.2), which is all that Muon
+# needs (Jordan et al., https://kellerjordan.github.io/posts/muon/). Five steps lift all values above 0.003, three those
+# above 0.02; the few below matter so little that at small batches the two steps saved buy more as further tokens.
+NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS = (3.4445, -4.7750, 2.0315), 3
 HEADS = {"lm_head", "head"}  # modules that write the vocabulary; each of their rows is a token's own vector
 
 
@@ -48,7 +49,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = group["initial_lr"] * factor
 
 
-def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
+def orthogonalize(matrices: Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> Tensor:
     """The nearest semi-orthogonal matrices, roughly, by Newton-Schulz iteration. `matrices`: [n, rows, columns].
 
     Computed in `compute_dtype`, which is where `torch.optim.Muon` differs: it always multiplies in bf16 and one matrix

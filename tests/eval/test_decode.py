@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from kit import tiny_target
+
 from draftsmith import speculative_decode
 from draftsmith.errors import UserError
 from draftsmith.eval import decode as decoding
@@ -15,7 +17,6 @@ from draftsmith.models.eagle import new_eagle_head
 from draftsmith.models.kv import KVCache
 from draftsmith.models.target import choose_taps
 from draftsmith.models.vocabulary import DraftVocabulary
-from kit import tiny_target
 
 NO_EOS: frozenset[int] = frozenset()
 
@@ -36,7 +37,9 @@ class AlwaysWrong:
 
     def propose(self, committed, K, sampler):
         drafted = self.oracle.propose(committed, K, Sampler(0.0))
-        return chain(torch.cat([drafted.tokens[:, :1], (drafted.tokens[:, 1:] + 1) % self.oracle.model.vocabulary], dim=1))
+        return chain(
+            torch.cat([drafted.tokens[:, :1], (drafted.tokens[:, 1:] + 1) % self.oracle.model.vocabulary], dim=1)
+        )
 
 
 def drafters(target):
@@ -80,7 +83,9 @@ def test_hundred_prompts_equal_plain_greedy_for_every_drafter_and_k():
     """FAULTS 52 in full for chains."""
     target = tiny_target()
     texts = prompts(100, seed=1)
-    plain = [r.tokens for r in decode(target, NoDraft(), texts, K=1, sampler=Sampler(0.0), max_new_tokens=24, eos_ids=NO_EOS)]
+    plain = [
+        r.tokens for r in decode(target, NoDraft(), texts, K=1, sampler=Sampler(0.0), max_new_tokens=24, eos_ids=NO_EOS)
+    ]
     for name, drafter in drafters(target).items():
         for K in range(1, 9):
             out = decode(target, drafter, texts, K=K, sampler=Sampler(0.0), max_new_tokens=24, eos_ids=NO_EOS)
@@ -91,7 +96,9 @@ def test_hundred_prompts_equal_plain_greedy_for_every_drafter_and_k():
 @pytest.mark.parametrize("K", [1, 4])
 def test_the_oracle_gives_exactly_k_plus_1_tokens_per_verify_except_last_steps(K, temperature):
     target = tiny_target()
-    out = decode(target, LMDrafter(target), prompts(4), K=K, sampler=Sampler(temperature), max_new_tokens=21, eos_ids=NO_EOS)
+    out = decode(
+        target, LMDrafter(target), prompts(4), K=K, sampler=Sampler(temperature), max_new_tokens=21, eos_ids=NO_EOS
+    )
     assert {step.emitted for result in out for step in result.trace[:-1]} == {K + 1}
 
 
@@ -108,7 +115,7 @@ def test_a_prompt_decodes_alike_alone_in_a_batch_and_shuffled(temperature):
     texts = prompts(6, seed=2)
     for drafter in drafters(target).values():
 
-        def run(order, batch):
+        def run(order, batch, drafter=drafter):
             found = {}
             for start in range(0, len(order), batch):
                 names = order[start : start + batch]
@@ -177,8 +184,12 @@ def test_after_each_verify_the_cache_holds_the_committed_tokens_as_a_fresh_prefi
             fresh = new_cache(1, cache.capacity)
             target.forward(torch.tensor([tokens[:committed]]), cache=fresh, want_logits=False)
             for ours, reference in zip(cache.layers, fresh.layers, strict=True):
-                torch.testing.assert_close(ours.keys[:, :, :committed], reference.keys[:, :, :committed], atol=1e-5, rtol=0)
-                torch.testing.assert_close(ours.values[:, :, :committed], reference.values[:, :, :committed], atol=1e-5, rtol=0)
+                torch.testing.assert_close(
+                    ours.keys[:, :, :committed], reference.keys[:, :, :committed], atol=1e-5, rtol=0
+                )
+                torch.testing.assert_close(
+                    ours.values[:, :, :committed], reference.values[:, :, :committed], atol=1e-5, rtol=0
+                )
             states.append((committed, len(tokens)))
 
     monkeypatch.setattr(KVCache, "commit", commit_and_compare)

@@ -1,6 +1,7 @@
 """The metric definitions on a trace made by hand (FAULTS 58)."""
 
 import pytest
+
 from draftsmith.eval.decode import Verify
 from draftsmith.eval.metrics import metrics
 
@@ -37,7 +38,9 @@ def test_a_step_cut_by_eos_counts_what_was_emitted():
 
 def test_intervals_cover_the_value_and_shrink_with_prompts():
     def spread(n):
-        interval = metrics([[step(a) for a in (0, 5, 2)] if i % 2 else [step(1), step(4)] for i in range(n)], K=5)["alpha"]
+        interval = metrics([[step(a) for a in (0, 5, 2)] if i % 2 else [step(1), step(4)] for i in range(n)], K=5)[
+            "alpha"
+        ]
         assert interval["low"] <= interval["value"] <= interval["high"]
         return interval["high"] - interval["low"]
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from draftsmith.eval import rules
 from draftsmith.eval.sampling import draw
 

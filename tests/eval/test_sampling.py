@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from draftsmith.errors import UserError
 from draftsmith.eval.sampling import Sampler, draw, processed
 
@@ -28,7 +29,9 @@ def test_a_draw_never_returns_a_token_of_probability_zero():
     assert {draw(p, u) for u in (0.0, 0.25, 0.4999999, 0.5, 0.75, np.nextafter(1, 0))} == {1, 3}
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"temperature": 1.0, "top_k": 0}, {"temperature": 1.0, "top_p": 0.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"temperature": 1.0, "top_k": 0}, {"temperature": 1.0, "top_p": 0.0}]
+)
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(UserError):
         Sampler(**wrong)

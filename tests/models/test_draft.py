@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from kit import FLAVOURS, tiny_target
+
 from draftsmith.errors import UserError
 from draftsmith.models.draft import DraftLM
-from kit import FLAVOURS, tiny_target
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -35,12 +36,12 @@ def test_save_and_load_gives_the_same_logits(tmp_path):
 
 @pytest.mark.parametrize("blocks", [[], [4], [-1]])
 def test_blocks_that_the_target_does_not_have_are_refused(blocks):
-    with pytest.raises(UserError, match="distill.blocks"):
+    with pytest.raises(UserError, match=r"distill\.blocks"):
         DraftLM.from_target_blocks(tiny_target(), blocks)
 
 
 def test_impossible_shapes_are_refused_in_one_line():
-    with pytest.raises(UserError, match="distill.shape") as caught:
+    with pytest.raises(UserError, match=r"distill\.shape") as caught:
         DraftLM.from_scratch(tiny_target(), {"num_attention_heads": 0}, seed=0)
     assert "\n" not in str(caught.value)
 

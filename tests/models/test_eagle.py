@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from kit import tiny_target
+
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters import cached_attention
 from draftsmith.models.eagle import EagleHead, new_eagle_head
 from draftsmith.models.kv import KVCache
 from draftsmith.models.vocabulary import DraftVocabulary
-from kit import tiny_target
 
 TAPS = (0, 1, 2)
 

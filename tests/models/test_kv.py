@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from draftsmith.models.kv import KVCache, attention_mask
 from kit import tiny_target
+
+from draftsmith.models.kv import KVCache, attention_mask
 
 FLAVOURS = ["plain", "gemma2", "mistral-window"]
 LENGTHS = [20, 7, 13]

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from kit import FLAVOURS, tiny_model, tiny_target, tiny_target_folder, tiny_tokenizer
+
 from draftsmith.errors import UserError
 from draftsmith.models.target import Target, choose_taps
-from kit import FLAVOURS, tiny_model, tiny_target, tiny_target_folder, tiny_tokenizer
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)

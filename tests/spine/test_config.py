@@ -29,7 +29,11 @@ def refused(file: Path, text: str, *overrides: str) -> str:
         ("seeed: 1", "seeed", "did you mean seed?"),
         ("data: {max_lenght: 9}", "data.max_lenght", "did you mean data.max_length?"),
         ("max_length: 9", "max_length", "did you mean data.max_length?"),
-        ("data: {sources: [{kind: python, domians: []}]}", "data.sources.0.domians", "did you mean data.sources.0.domains?"),
+        (
+            "data: {sources: [{kind: python, domians: []}]}",
+            "data.sources.0.domians",
+            "did you mean data.sources.0.domains?",
+        ),
         ("eagle: {mine: {rollout: 5}}", "eagle.mine.rollout", "did you mean eagle.mine.rollouts?"),
         ("target: {scratch: {zzz: 5}}", "target.scratch.zzz", "valid here:"),
     ],
@@ -47,12 +51,18 @@ def test_an_unknown_key_names_the_file_the_field_and_the_nearest_valid_key(
     [
         ("evaluation: {K: 0}", "evaluation.K: must be greater than or equal to 1, got 0"),
         ("seed: abc", "seed: must be a valid integer"),
-        ("data: {sources: [{kind: pyton}]}", "data.sources.0.kind: must be 'python', 'json', 'text' or 'hub', got 'pyton'"),
+        (
+            "data: {sources: [{kind: pyton}]}",
+            "data.sources.0.kind: must be 'python', 'json', 'text' or 'hub', got 'pyton'",
+        ),
         ("cache: 5", "cache: must be"),
         ("cache: {taps: many}", "cache.taps: must be 'auto'"),
         ("name: ../other", "name: must match pattern"),
         ("tracking: {trackers: [wandbb]}", "tracking.trackers.0: must be 'wandb'"),
-        ("evaluation: {drafts: [eagel3]}\neagle: {eagle3: {}}", "evaluation.drafts: no draft 'eagel3'; did you mean 'eagle3'?"),
+        (
+            "evaluation: {drafts: [eagel3]}\neagle: {eagle3: {}}",
+            "evaluation.drafts: no draft 'eagel3'; did you mean 'eagle3'?",
+        ),
         ("eagle: {oracle: {}}", "eagle.oracle: this name is taken"),
         ("eagle: {a.b: {}}", "eagle.a.b: a draft's name"),
         ("eagle: {mine: {}}\ncache: {taps: none}", "cache.taps: an EAGLE head (eagle.mine) is trained on taps"),
@@ -76,7 +86,9 @@ def test_broken_yaml_and_keys_given_twice_name_the_line(file: Path, text: str, l
 
 def test_an_override_wins_over_the_file_and_is_read_as_yaml(file: Path) -> None:
     file.write_text("seed: 1\nevaluation: {K: 3}\n")
-    loaded = load_config(file, ["evaluation.K=4", "eagle.mine.rollouts=2", "evaluation.drafts=[mine]", "distill.clip=1e-3"])
+    loaded = load_config(
+        file, ["evaluation.K=4", "eagle.mine.rollouts=2", "evaluation.drafts=[mine]", "distill.clip=1e-3"]
+    )
     assert loaded.config.evaluation.K == 4
     assert loaded.config.eagle["mine"].rollouts == 2
     assert loaded.config.evaluation.drafts == ("mine",)
@@ -128,6 +140,8 @@ def test_the_embedded_configs_are_valid(name: str) -> None:
 def test_the_heads_of_the_demo_differ_in_their_rollouts_alone() -> None:
     eagle = load_config(embedded("demo")).config.eagle
     differing = {
-        key for key, value in eagle["eagle3"].model_dump().items() if value != eagle["eagle3-no-rollout"].model_dump()[key]
+        key
+        for key, value in eagle["eagle3"].model_dump().items()
+        if value != eagle["eagle3-no-rollout"].model_dump()[key]
     }
     assert differing == {"rollouts"}

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from draftsmith.train import losses
 from draftsmith.train.losses import LOSSES, Teacher, dense_teacher
 
@@ -56,7 +57,9 @@ def test_truncated_kl_is_the_kl_of_the_listed_tokens_and_one_bucket(k):
     q, ids = logits.softmax(-1), p.topk(k).indices
     p_k, q_k = p.gather(1, ids), q.gather(1, ids)
     p_b, q_b = torch.cat([p_k, 1 - p_k.sum(1, True)], 1), torch.cat([q_k, 1 - q_k.sum(1, True)], 1)
-    torch.testing.assert_close(losses.forward_kl(logits, top_k(p, k)), (p_b * (p_b / q_b).log()).sum(1), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        losses.forward_kl(logits, top_k(p, k)), (p_b * (p_b / q_b).log()).sum(1), atol=1e-5, rtol=1e-4
+    )
 
 
 def test_the_gradient_of_truncated_kl_spreads_the_rest_as_the_drafts_own_tail():
@@ -66,7 +69,9 @@ def test_the_gradient_of_truncated_kl_spreads_the_rest_as_the_drafts_own_tail():
     q = logits.detach().softmax(-1)
     ids = p.topk(3).indices
     tail = torch.ones_like(q).scatter(1, ids, 0.0) * q
-    target = torch.zeros_like(q).scatter(1, ids, p.gather(1, ids)) + tail / tail.sum(1, True) * (1 - p.gather(1, ids).sum(1, True))
+    target = torch.zeros_like(q).scatter(1, ids, p.gather(1, ids)) + tail / tail.sum(1, True) * (
+        1 - p.gather(1, ids).sum(1, True)
+    )
     torch.testing.assert_close(logits.grad, q - target, atol=1e-5, rtol=1e-4)
 
 
@@ -99,7 +104,9 @@ def test_mass_that_the_draft_cannot_say_is_lost_acceptance_and_is_not_given_to_o
     teacher = Teacher(torch.tensor([[0, -1, 1]]), p)  # the draft has tokens 0 and 1; the target's second one is outside
     logits = torch.tensor([[0.8, 0.2]]).log()
     assert losses.acceptance(logits, teacher).item() == pytest.approx(0.7)
-    assert losses.soft_cross_entropy(logits, teacher).item() == pytest.approx(-0.6 * math.log(0.8) - 0.1 * math.log(0.2))
+    assert losses.soft_cross_entropy(logits, teacher).item() == pytest.approx(
+        -0.6 * math.log(0.8) - 0.1 * math.log(0.2)
+    )
 
 
 def test_extreme_logits_give_finite_values_and_gradients():

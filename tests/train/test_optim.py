@@ -57,7 +57,7 @@ def test_muon_direction_equals_the_librarys_but_for_its_bf16() -> None:
     weights = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
     ours, theirs = nn.Parameter(weights.clone()), nn.Parameter(weights.clone())
     mine = MuonAdamW([{"params": [ours], "rule": "muon", "lr": 0.1, "weight_decay": 0.2}])
-    library = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.2, momentum=0.95)
+    library = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.2, momentum=0.95, ns_steps=3)
     for seed in range(3):
         gradient = torch.randn(12, 8, generator=torch.Generator().manual_seed(seed))
         ours.grad, theirs.grad = gradient.clone(), gradient.clone()

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from kit import tiny_target
+
 from draftsmith.data.batches import Batch, TopK
 from draftsmith.eval.drafters import Committed, EagleDrafter, LMDrafter
 from draftsmith.eval.sampling import Sampler
@@ -10,7 +12,6 @@ from draftsmith.models.eagle import new_eagle_head
 from draftsmith.models.vocabulary import DraftVocabulary
 from draftsmith.train.objectives import DraftLMObjective, EagleObjective
 from draftsmith.train.rollout import rollout
-from kit import tiny_target
 
 TAPS, STEPS = (0, 1, 2), 7
 
@@ -63,7 +64,9 @@ def test_rollout_and_decoder_give_equal_logits_at_every_depth(layers):
         drafter.begin(1, 64)
         sampler = Forced(0.0).force(tokens[slot + 2 :])
         known = slot + 2  # x_0 … x_{slot+1} are committed, the target has read all but the last
-        committed = Committed([tokens[:known]], batch.last[:, : slot + 1], batch.taps[:, : slot + 1], torch.tensor([slot + 1]))
+        committed = Committed(
+            [tokens[:known]], batch.last[:, : slot + 1], batch.taps[:, : slot + 1], torch.tensor([slot + 1])
+        )
         drafter.propose(committed, STEPS, sampler)
         for k in range(STEPS):
             torch.testing.assert_close(sampler.seen[k][0], head.logits(states[k][0, slot]), atol=1e-4, rtol=0)
@@ -84,7 +87,11 @@ def test_drafting_again_after_acceptance_uses_true_features_only():
             sampler = Forced(0.0).force([7] * 5)
             states = slice(read, known - 1)
             drafter.propose(
-                Committed([tokens[:known]], batch.last[:, states], batch.taps[:, states], torch.tensor([known - 1 - read])), 5, sampler
+                Committed(
+                    [tokens[:known]], batch.last[:, states], batch.taps[:, states], torch.tensor([known - 1 - read])
+                ),
+                5,
+                sampler,
             )
             read = known - 1
         return torch.stack(sampler.seen)
@@ -136,7 +143,9 @@ def test_changing_a_token_leaves_every_earlier_prediction_alone_at_every_depth(w
         ids[0, t] = 5 if int(ids[0, t]) != 5 else 4
         out = target.forward(ids, TAPS)
         log_probs, top = out.logits.log_softmax(-1).topk(5)
-        after = per_slot_losses(objective, Batch(ids, batch.supervised, batch.lengths, out.taps, out.last, TopK(top, log_probs)))
+        after = per_slot_losses(
+            objective, Batch(ids, batch.supervised, batch.lengths, out.taps, out.last, TopK(top, log_probs))
+        )
         moved = (after - before).abs() > 1e-6
         for k in range(objective.steps):
             # Slot s at step k predicts x_{s+lead+k}: its inputs and teacher end one token before.
@@ -160,7 +169,9 @@ def test_neighbours_and_padding_change_nothing(which):
         log_probs, top = out.logits.log_softmax(-1).topk(5)
         place = torch.arange(both_ids.shape[1])[None]
         supervised = (place >= lengths[:, None] // 2) & (place < lengths[:, None])
-        together = per_slot_losses(objective, Batch(both_ids, supervised, lengths, out.taps, out.last, TopK(top, log_probs)))
+        together = per_slot_losses(
+            objective, Batch(both_ids, supervised, lengths, out.taps, out.last, TopK(top, log_probs))
+        )
         torch.testing.assert_close(together[:, 0, :16], values[:, 0], atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
@@ -192,7 +203,9 @@ def test_loss_and_gradient_do_not_depend_on_batching_or_padding(which):
 def test_a_batch_with_nothing_supervised_has_loss_0_and_finite_gradients():
     target = tiny_target()
     batch = a_batch(target, [8, 8])
-    empty = Batch(batch.token_ids, torch.zeros_like(batch.supervised), batch.lengths, batch.taps, batch.last, batch.teacher)
+    empty = Batch(
+        batch.token_ids, torch.zeros_like(batch.supervised), batch.lengths, batch.taps, batch.last, batch.teacher
+    )
     for objective in objectives(target):
         sums = objective(empty)
         sums.loss.backward()

@@ -1,0 +1,256 @@
+"""A small target from scratch: rows of text -> a Llama-architecture model in an ordinary `transformers` folder.
+
+Knows the model's shape, the mixture of domains and the recipe. Does not know where text comes from, nor any draft.
+"""
+
+import json
+import math
+import resource
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from draftsmith.data.batches import Batch, collate_rows, fill_batches, length_buckets
+from draftsmith.data.rows import Rows
+from draftsmith.data.tokenizer import END
+from draftsmith.errors import UserError
+from draftsmith.progress import ticker
+from draftsmith.settings import Settings
+from draftsmith.train.optim import MuonAdamW, compute_dtype, make_optimizer, schedule, set_learning_rate
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+Log = Callable[[dict[str, float], int], None]
+HEAD_ROWS = 1024  # logits of this many tokens at a time: they then stay in the caches of a CPU
+
+
+class ScratchSettings(Settings):
+    """Shape and training of a target from scratch.
+
+    vocabulary: entries of tokenizer, embedding and head; intermediate: of the gated MLP; context: positions;
+    tokens: seen in training, all epochs together; balance: a domain of n tokens is drawn with weight n^balance
+    (1: as found, 0: all alike); warmup: share of the steps; clip: norm of the gradient, 0 for none; held_out_tokens:
+    measured per domain.
+    """
+
+    vocabulary: int = Field(4096, ge=2)
+    width: int = Field(256, ge=2)
+    blocks: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1)
+    kv_heads: int = Field(2, ge=1)
+    intermediate: int = Field(512, ge=1)
+    context: int = Field(1024, ge=2)
+    tied: bool = False
+    tokens: int = Field(420_000, ge=1)
+    batch_tokens: int = Field(1024, ge=2)
+    balance: float = Field(0.3, ge=0, le=1)
+    matrix_lr: float = Field(0.02, gt=0)
+    embedding_lr: float = Field(0.01, gt=0)
+    other_lr: float = Field(0.003, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup: float = Field(0.05, ge=0, le=1)
+    clip: float = Field(1.0, ge=0)
+    log_every: int = Field(10, ge=1)
+    held_out_tokens: int = Field(8_000, ge=1)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+        if self.width // self.heads % 2:
+            raise ValueError(f"width / heads = {self.width // self.heads} is odd; rotary positions turn pairs")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        return self
+
+
+def model_config(settings: ScratchSettings, tokenizer: Any = None) -> "LlamaConfig":
+    """The shape as `transformers` writes it; special tokens where a tokenizer is given."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=settings.vocabulary,
+        hidden_size=settings.width,
+        intermediate_size=settings.intermediate,
+        num_hidden_layers=settings.blocks,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.kv_heads,
+        max_position_embeddings=settings.context,
+        tie_word_embeddings=settings.tied,
+        bos_token_id=tokenizer and tokenizer.bos_token_id,
+        eos_token_id=tokenizer and tokenizer.eos_token_id,
+        pad_token_id=tokenizer and tokenizer.pad_token_id,
+    )
+
+
+def new_model(settings: ScratchSettings, tokenizer: Any, seed: int) -> "LlamaForCausalLM":
+    """Random weights, made for a short training by Muon: every block starts as the identity (its two output matrices
+    are zero), every other matrix keeps the scale of its input, and the head starts near the uniform distribution."""
+    from transformers import LlamaForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(model_config(settings, tokenizer))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    parameter.zero_()
+                elif "embed_tokens" in name:
+                    parameter.normal_(0, 0.02 if settings.tied else 0.5)  # tied: it is the head as well
+                elif "lm_head" in name:
+                    parameter.normal_(0, 0.002)
+                elif parameter.ndim == 2:
+                    parameter.normal_(0, 0.7 / math.sqrt(parameter.shape[1]))
+    ends = {tokenizer.eos_token_id, tokenizer.get_vocab().get(END)} - {None}
+    model.generation_config.eos_token_id = sorted(ends) or None
+    return model
+
+
+def batch_plan(rows: Rows, settings: ScratchSettings, seed: int) -> list[list[int]]:
+    """Row numbers of every step, fixed by the seed: rows drawn from the domains by their weights, until `tokens`.
+
+    Each row of a domain comes once before any comes again; a batch holds rows of similar length.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = rows.lengths
+    domain_of = np.asarray([rows.domain(index) for index in range(len(rows))])
+    members = {domain: np.flatnonzero(domain_of == domain) for domain in rows.domains}
+    sizes = {domain: int(lengths[own].sum()) for domain, own in members.items()}
+    weights = np.asarray([sizes[domain] ** settings.balance for domain in rows.domains])
+    drawn: list[np.ndarray] = []
+    for domain, share in zip(rows.domains, weights / weights.sum(), strict=True):
+        budget, own = share * settings.tokens, members[domain]
+        epochs = math.ceil(budget / sizes[domain])
+        order = np.concatenate([rng.permutation(own) for _ in range(epochs)])
+        drawn.append(order[: int(np.searchsorted(np.cumsum(lengths[order]), budget)) + 1])
+    chosen = np.concatenate(drawn)
+    return [chosen[batch].tolist() for batch in length_buckets(lengths[chosen], settings.batch_tokens, rng)]
+
+
+def batch_loss(model: Any, batch: Batch) -> tuple[Tensor, int]:
+    """(Σ of -log p over the supervised tokens, how many they are); the head runs on those alone, in chunks of rows."""
+    dtype = compute_dtype(batch.token_ids.device)
+    with torch.autocast(batch.token_ids.device.type, dtype, enabled=dtype is torch.bfloat16):
+        states = model.model(batch.token_ids[:, :-1], use_cache=False).last_hidden_state
+        trained = batch.supervised[:, 1:]
+        states, truth = states[trained], batch.token_ids[:, 1:][trained]
+        total = torch.zeros((), device=states.device)
+        for some, wanted in zip(states.split(HEAD_ROWS), truth.split(HEAD_ROWS), strict=True):
+            total = total + nn.functional.cross_entropy(model.lm_head(some).float(), wanted, reduction="sum")
+    return total, len(truth)
+
+
+@torch.no_grad()
+def held_out_loss(model: Any, rows: Rows, settings: ScratchSettings) -> dict[str, float]:
+    """Mean -log p (nats per supervised token) of each domain, over its first `held_out_tokens` tokens."""
+    lengths, losses = rows.lengths, {}
+    device = next(model.parameters()).device
+    for domain in rows.domains:
+        own = np.asarray([index for index in range(len(rows)) if rows.domain(index) == domain])
+        own = own[: int(np.searchsorted(np.cumsum(lengths[own]), settings.held_out_tokens)) + 1]
+        sums = [
+            batch_loss(model, collate_rows([rows[index] for index in batch]).to(device))
+            for batch in fill_batches(own, lengths, max(4096, settings.batch_tokens))
+        ]
+        losses[domain] = sum(float(total) for total, _ in sums) / max(1, sum(count for _, count in sums))
+    return losses
+
+
+def pretrain(
+    tokenizer: Any,
+    train: Rows,
+    held_out: Rows,
+    settings: ScratchSettings,
+    folder: Path,
+    seed: int,
+    log: Log | None = None,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Train a model on `train` and publish it, tokenizer included, as `folder` with its `training.jsonl`.
+
+    Returns parameters, steps, tokens, seconds and the held-out loss per domain in nats per token. The weights depend
+    on rows, settings, seed and the number of threads alone. The folder appears complete or not at all.
+    Raises `UserError` for rows longer than the context, a tokenizer larger than the vocabulary, a diverging loss.
+    """
+    if len(tokenizer) > settings.vocabulary:
+        raise UserError(f"target.scratch.vocabulary: {settings.vocabulary}, but the tokenizer has {len(tokenizer)}")
+    if (longest := int(max(train.lengths.max(), held_out.lengths.max()))) > settings.context:
+        raise UserError(
+            f"target.scratch.context: {settings.context}, but rows have up to {longest} tokens; lower data.max_length"
+        )
+    model = new_model(settings, tokenizer, seed).to(device).train()
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    started = time.monotonic()
+    steps, tokens = _train(model, train, settings, seed, partial / "training.jsonl", log)
+    seconds = time.monotonic() - started
+    model.eval()
+    losses = held_out_loss(model, held_out, settings)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "steps": steps,
+        "tokens": tokens,
+        "seconds": seconds,
+        "held_out_loss": losses,
+    }
+
+
+def _train(
+    model: nn.Module, rows: Rows, settings: ScratchSettings, seed: int, lines_path: Path, log: Log | None
+) -> tuple[int, int]:
+    """Steps and tokens of the whole plan, one line of `lines_path` for each logged step."""
+    optimizer = make_optimizer(
+        model, settings.matrix_lr, settings.other_lr, settings.weight_decay, settings.embedding_lr
+    )
+    device = next(model.parameters()).device
+    plan = batch_plan(rows, settings, seed)
+    lengths, seen = rows.lengths, 0
+    total = sum(int(lengths[batch].sum()) for batch in plan)
+    warmup = round(settings.warmup * len(plan))
+    with lines_path.open("w", encoding="utf-8") as lines, ticker("train target", total, "tokens") as progress:
+        for step, numbers in enumerate(plan):
+            set_learning_rate(optimizer, schedule(step, len(plan), warmup))
+            loss = _step(model, collate_rows([rows[number] for number in numbers]).to(device), optimizer, settings.clip)
+            if not math.isfinite(loss):
+                raise UserError(f"target.scratch: the loss is {loss} at step {step + 1}; lower the learning rates")
+            tokens = int(lengths[numbers].sum())
+            seen += tokens
+            progress.advance(tokens, f"loss {loss:.3f}")
+            if step % settings.log_every == 0 or step + 1 == len(plan):
+                record = {
+                    "loss": loss,
+                    "learning_rate": optimizer.param_groups[0]["lr"],
+                    "tokens_per_second": progress.rate,
+                    "memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+                }
+                lines.write(json.dumps({"step": step + 1, **record}) + "\n")
+                lines.flush()
+                if log is not None:
+                    log(record, step + 1)
+    return len(plan), seen
+
+
+def _step(model: nn.Module, batch: Batch, optimizer: MuonAdamW, clip: float) -> float:
+    """One optimiser step; the mean loss of its supervised tokens."""
+    total, count = batch_loss(model, batch)
+    loss = total / max(count, 1)
+    loss.backward()
+    if clip:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss)
