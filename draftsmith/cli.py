@@ -55,9 +55,12 @@ def _load(config: Path, overrides: list[str] | None) -> "Loaded":
 
 def _run(loaded: "Loaded", stage: str) -> Path:
     """Run what `stage` needs and is not up to date; returns the run folder."""
+    from transformers.utils import logging
+
     from draftsmith.run import RunFolder, execute, needed, schedule
     from draftsmith.stages import Work, stage_units
 
+    logging.disable_progress_bar()  # the stages have their own; bars of single files are noise beside them
     work = Work(loaded.config, say)
     units, folder = needed(stage_units(loaded.config, work), stage), RunFolder(loaded.config.run)
     folder.describe(loaded)

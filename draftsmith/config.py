@@ -22,9 +22,9 @@ from draftsmith.data.corpus import DataSettings
 from draftsmith.errors import UserError
 from draftsmith.eval.acceptance import EvalSettings
 from draftsmith.settings import Settings
-from draftsmith.standins import ScratchSettings
 from draftsmith.train.distill import DistillSettings
 from draftsmith.train.eagle import EagleTrainSettings
+from draftsmith.train.pretrain import ScratchSettings
 
 #: Drafts that every run has; the names of `eagle` join them.
 BUILT_IN = ("untrained", "distilled", "prompt-lookup", "oracle")

@@ -208,8 +208,8 @@ class Work:
         whole = self.config.data.model_copy(update={"train_tokens": {}, "held_out_tokens": {}})
         prepare(whole, tokenizer, folder, self.documents)
         train, held_out = (Rows.open(folder, split) for split in ("train", "held_out"))
-        log = self.tracking.log("target")
-        self._summary(pretrain(tokenizer, train, held_out, scratch, self.run / "target", self.config.seed, log))
+        log, place = self.tracking.log("target"), self.run / "target"
+        self._summary(pretrain(tokenizer, train, held_out, scratch, place, self.config.seed, log, self.device))
 
     def check_target(self) -> None:
         """A target that exists already: its folder must hold weights, and its tokenizer must load."""

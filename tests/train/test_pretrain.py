@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit import tiny_rows, tiny_tokenizer
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from draftsmith.data.batches import collate_rows
 from draftsmith.data.rows import Rows
 from draftsmith.errors import UserError
 from draftsmith.models.target import Target
 from draftsmith.train import pretrain as module
 from draftsmith.train.pretrain import ScratchSettings, batch_loss, batch_plan, model_config, new_model, pretrain
-from kit import tiny_rows, tiny_tokenizer
-from pydantic import ValidationError
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TINY: dict[str, Any] = {
     "vocabulary": 152, "width": 16, "blocks": 2, "heads": 4, "kv_heads": 2, "intermediate": 24, "context": 64,
