@@ -141,10 +141,9 @@ def _by_difference(messages: Messages, tokenizer: Any) -> list[Rendered]:
         if not after_text.startswith(before_text):
             continue  # the prompt opens a block that the full rendering lacks: no server would produce this answer
         before, after = _encode(before_text, tokenizer), _encode(after_text, tokenizer)
-        if after[: len(before)] == before:
-            answer = after[len(before) :]
-        else:  # tokens grow together across the border, but the server's prompt ends at it
-            answer = _encode(after_text[len(before_text) :], tokenizer)
+        # Tokens may grow together across the border of prompt and answer, but the server's prompt ends there.
+        joined = after[: len(before)] == before
+        answer = after[len(before) :] if joined else _encode(after_text[len(before_text) :], tokenizer)
         answer = answer[: _end_of_turn(answer, tokenizer)]
         if not rows or before[: len(rows[-1][0])] != rows[-1][0]:
             rows.append(([], []))

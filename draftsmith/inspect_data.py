@@ -31,10 +31,8 @@ def print_masks(config: Config, split: str, count: int) -> None:
     for domain in rows.domains:
         chosen = [index for index in range(len(rows)) if rows.domain(index) == domain][:count]
         for row in (rows[index] for index in chosen):
-            share = row.supervised.mean()
-            console.print(
-                f"\n[bold]{domain}[/bold] {row.document}: {len(row.token_ids)} tokens, {share:.0%} supervised"
-            )
+            about = f" {row.document}: {len(row.token_ids)} tokens, {row.supervised.mean():.0%} supervised"
+            console.print(Text.assemble("\n", (domain, "bold"), about))
             console.print(masked_text(row, tokenizer, marks=not console.is_terminal))
 
 
@@ -65,7 +63,7 @@ def print_cache_info(path: Path) -> None:
     table.add_column("what", style="dim")
     table.add_column("value", overflow="fold")
     for key, value in _flat(cache_info(path)):
-        table.add_row(key, value)
+        table.add_row(key, Text(value))  # as it stands: brackets are no markup
     Console().print(table)
 
 

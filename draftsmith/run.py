@@ -91,10 +91,14 @@ class RunFolder:
         return ""
 
     def run(self, unit: Unit) -> float:
-        """Run `unit` and record it; returns the seconds it took. A failure leaves a record that says "started"."""
-        self._clear(unit)
+        """Run `unit` and record it; returns the seconds it took. A failure leaves a record that says "started".
+
+        A unit that resumes may refuse the change and leave its outputs alone: its last record then stays true.
+        """
         state = {"unit": unit.key, "version": __version__, "settings": unit.settings}
-        publish_json(self._place(unit.key), state | {"inputs": {}, "state": "started"})
+        if not unit.resumes:
+            self._clear(unit)
+            publish_json(self._place(unit.key), state | {"state": "started"})
         started = time.monotonic()
         unit.work()
         seconds = time.monotonic() - started
@@ -108,11 +112,9 @@ class RunFolder:
         return seconds
 
     def _clear(self, unit: Unit) -> None:
-        record = self.record(unit.key)
-        if unit.resumes or (
-            record is not None and "id" not in record and not _differences(record["settings"], unit.settings)
-        ):
-            return
+        record = self.record(unit.key) or {}
+        if "id" not in record and not _differences(record.get("settings"), unit.settings):
+            return  # interrupted with the same settings: what is there may be of use
         for name in unit.outputs:
             place = self.path / name
             if place.is_dir():

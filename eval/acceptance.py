@@ -18,6 +18,7 @@ from draftsmith.eval.decode import Decoded, decode
 from draftsmith.eval.drafters import Drafter, NoDraft
 from draftsmith.eval.metrics import metrics, ratio
 from draftsmith.eval.sampling import Sampler
+from draftsmith.eval.tree import chain_shape
 from draftsmith.models.target import Target
 from draftsmith.settings import Settings
 
@@ -121,7 +122,7 @@ def decode_all(
             target,
             drafter,
             [texts[i] for i in names],
-            K=settings.K,
+            shape=chain_shape(settings.K),
             sampler=Sampler(temperature, settings.top_k, settings.top_p, settings.drafting == "greedy"),
             max_new_tokens=settings.max_new_tokens,
             seed=settings.seed,
@@ -142,7 +143,12 @@ def measured_speedup(
         for name, used in (("plain", NoDraft()), ("speculative", drafter)):
             started = time.perf_counter()
             [result] = decode(
-                target, used, [text], K=settings.K, sampler=Sampler(0.0), max_new_tokens=settings.max_new_tokens
+                target,
+                used,
+                [text],
+                shape=chain_shape(settings.K),
+                sampler=Sampler(0.0),
+                max_new_tokens=settings.max_new_tokens,
             )
             seconds[name].append((time.perf_counter() - started) / len(result.tokens))
     return ratio(np.array(seconds["plain"]), np.array(seconds["speculative"])) | {"count": len(texts)}

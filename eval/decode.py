@@ -16,7 +16,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval import rules
 from draftsmith.eval.drafters import Committed, Drafter, EagleDrafter, LMDrafter, NoDraft
 from draftsmith.eval.sampling import Sampler
-from draftsmith.eval.tree import Proposal
+from draftsmith.eval.tree import Proposal, Shape, chain_shape
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import EagleHead
 from draftsmith.models.kv import KVCache
@@ -57,7 +57,7 @@ def decode(
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     *,
-    K: int,
+    shape: Shape,
     sampler: Sampler,
     max_new_tokens: int,
     seed: int | None = 0,
@@ -67,14 +67,14 @@ def decode(
     """Decode every prompt until EOS or `max_new_tokens`.
 
     Each prompt's random stream is made from `seed` and its name (default: its index), so that the result does not depend on
-    how prompts are batched. Raises UserError for an empty prompt, one that does not fit the target's context, or K < 1.
+    how prompts are batched. Raises UserError for an empty prompt or one that does not fit the target's context.
     """
-    _check(target, prompts, K, max_new_tokens)
+    _check(target, prompts, shape, max_new_tokens)
     eos = target.eos_ids if eos_ids is None else eos_ids
     results = [Decoded(list(prompt)) for prompt in prompts]
     active = list(range(len(prompts)))
     sampler.start(seed, list(names) if names is not None else active)
-    longest = max(map(len, prompts)) + max_new_tokens + K + 1
+    longest = max(map(len, prompts)) + max_new_tokens + shape.run + 1
     target_cache = target.new_cache(len(prompts), longest)
     drafter.begin(len(prompts), longest)
     # Prefill all but the last token of each prompt: that one is pending, and the first verify reads it.
@@ -82,7 +82,7 @@ def decode(
 
     while active:
         # 1. Draft: a tree of tokens below the pending one, and the q that each was drawn from.
-        proposal = drafter.propose(committed, K, sampler)
+        proposal = drafter.propose(committed, shape, sampler)
 
         # 2. Verify: the target reads the whole tree in one forward; p is its distribution after every node.
         out = target.forward(
@@ -114,18 +114,16 @@ def decode(
     return results
 
 
-def _check(target: Target, prompts: Sequence[Sequence[int]], K: int, max_new_tokens: int) -> None:
-    if K < 1:
-        raise UserError(f"K {K}: at least one token must be drafted")
+def _check(target: Target, prompts: Sequence[Sequence[int]], shape: Shape, max_new_tokens: int) -> None:
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens {max_new_tokens}: must be at least 1")
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise UserError(f"prompt {index} is empty: it needs at least one token")
-        if len(prompt) + max_new_tokens + K > target.context:
+        if len(prompt) + max_new_tokens + shape.depth > target.context:
             raise UserError(
-                f"prompt {index} has {len(prompt)} tokens; with max_new_tokens {max_new_tokens} and K {K} that exceeds the "
-                f"target's context of {target.context}"
+                f"prompt {index} has {len(prompt)} tokens; with max_new_tokens {max_new_tokens} and {shape.depth} drafted that "
+                f"exceeds the target's context of {target.context}"
             )
 
 
@@ -191,20 +189,22 @@ def speculative_decode(
     *,
     top_k: int | None = None,
     top_p: float | None = None,
+    tree: Shape | None = None,
     greedy_draft: bool = False,
     seed: int | None = None,
 ) -> Decoded:
     """Decode one prompt with a draft; the output follows the target's own distribution exactly.
 
     target: a `Target`, a `transformers` causal LM, or a path. draft: a `Drafter`, `DraftLM`, `EagleHead`, `transformers` causal LM,
-    path of any of these, or None for plain decoding. prompt: text, token ids, or chat messages. Raises UserError.
+    path of any of these, or None for plain decoding. prompt: text, token ids, or chat messages. tree: what to draft instead of a
+    chain of K. Raises UserError.
     """
     target = as_target(target)
     result = decode(
         target,
         as_drafter(draft, target),
         [prompt_ids(target, prompt)],
-        K=K,
+        shape=chain_shape(K) if tree is None else tree,
         sampler=Sampler(temperature, top_k, top_p, greedy_draft),
         max_new_tokens=max_new_tokens,
         seed=seed,

@@ -4,18 +4,20 @@ They see the committed tokens and the target's states of them, never the future.
 itself: entries of drafted tokens are dropped before the next proposal. Knows nothing of acceptance.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.eval.growth import grow
 from draftsmith.eval.sampling import Sampler
-from draftsmith.eval.tree import Proposal, chain
+from draftsmith.eval.tree import Proposal, Shape, chain
 from draftsmith.models.eagle import Attend, EagleHead
 from draftsmith.models.kv import KVCache, attention_mask
 from draftsmith.models.lm import LanguageModel
+from draftsmith.models.vocabulary import DraftVocabulary
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Drafter(Protocol):
     def begin(self, batch: int, capacity: int) -> None:
         """Forget everything; expect `batch` rows of at most `capacity` tokens, drafted ones included."""
 
-    def propose(self, committed: Committed, K: int, sampler: Sampler) -> Proposal:
-        """A tree of depth at most K for every row."""
+    def propose(self, committed: Committed, shape: Shape, sampler: Sampler) -> Proposal:
+        """A tree of this shape, or a part of it, for every row."""
 
     def keep(self, rows: Tensor) -> None:
         """Only these of the active rows go on."""
@@ -62,99 +64,109 @@ class NoDraft:
     def begin(self, batch: int, capacity: int) -> None:
         pass
 
-    def propose(self, committed: Committed, K: int, sampler: Sampler) -> Proposal:
-        return chain(torch.tensor([[tokens[-1]] for tokens in committed.tokens]))
+    def propose(self, committed: Committed, shape: Shape, sampler: Sampler) -> Proposal:
+        return chain(_pending(committed)[:, None])
 
     def keep(self, rows: Tensor) -> None:
         pass
 
 
 class LMDrafter:
-    """A causal LM drafts a chain. With the target itself it is the oracle, whose every token is accepted."""
+    """A causal LM drafts. With the target itself it is the oracle, whose every token is accepted."""
 
     taps: tuple[int, ...] = ()
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
+        self.vocabulary = DraftVocabulary.all_of(model.vocabulary)
 
     def begin(self, batch: int, capacity: int) -> None:
         self.cache = self.model.new_cache(batch, capacity)
+        self._run = torch.zeros(batch, 0, dtype=torch.long)
+        self._run_parents = torch.zeros(batch, 0, dtype=torch.long)
 
-    def propose(self, committed: Committed, K: int, sampler: Sampler) -> Proposal:
-        # Entries of drafted tokens that were accepted hold; of rejected ones, nothing may stay.
-        self.cache.set_lengths(
-            torch.tensor([_agreeing(a, b) for a, b in zip(self._seen(), committed.tokens, strict=True)])
-        )
-        new = [tokens[length:] for tokens, length in zip(committed.tokens, self.cache.lengths.tolist(), strict=True)]
-        ids, counts = _pad(new)
-        drafted: list[list[int]] = []
-        distributions: list[Tensor | None] = []
-        for _ in range(K):
-            out = self.model.forward(ids, cache=self.cache, want_logits=False)
-            self.cache.set_lengths(self.cache.lengths + counts)
-            logits = self.model.head(_at_last(out.last, counts))
-            tokens, q = sampler.draft(logits)
-            drafted.append(tokens)
-            distributions.append(q)
-            ids, counts = torch.tensor(tokens)[:, None], torch.ones_like(counts)
-        self._drafted = [[*tokens, *(step[row] for step in drafted)] for row, tokens in enumerate(committed.tokens)]
-        return _as_chain(committed, drafted, distributions)
+    def propose(self, committed: Committed, shape: Shape, sampler: Sampler) -> Proposal:
+        self._keep_accepted(committed.tokens)
+        ids, counts = _pad([t[n:] for t, n in zip(committed.tokens, self.cache.lengths.tolist(), strict=True)])
+        states = self.model.forward(ids, cache=self.cache, want_logits=False).last
+        self.cache.set_lengths(self.cache.lengths + counts)
+        self._run = self._run_parents = ids[:, :0]
+        logits = self.model.head(_at_last(states, counts))
+        return grow(self, _pending(committed), logits, shape, sampler)
+
+    def extend(self, tokens: Tensor, parents: Tensor, visible: Tensor, depth: int) -> Tensor:
+        depths = torch.full((1, tokens.shape[1]), depth - 1)
+        logits = self.model.forward(tokens, cache=self.cache, visible=visible, depths=depths).logits
+        assert logits is not None
+        self.cache.hold(self.cache.lengths[:, None] + depths)
+        self._run, self._run_parents = torch.cat([self._run, tokens], 1), torch.cat([self._run_parents, parents], 1)
+        return logits
 
     def keep(self, rows: Tensor) -> None:
         self.cache.select(rows)
-        self._drafted = [self._drafted[row] for row in rows.tolist()]
+        self._run, self._run_parents = self._run[rows], self._run_parents[rows]
 
-    def _seen(self) -> list[list[int]]:
-        """The tokens whose entries the cache holds."""
-        lengths = self.cache.lengths.tolist()
-        if self.cache.longest == 0:
-            return [[] for _ in lengths]
-        return [tokens[:length] for tokens, length in zip(self._drafted, lengths, strict=True)]
+    def _keep_accepted(self, tokens: list[list[int]]) -> None:
+        """Of the last tree's entries, commit those on the path that was accepted: they need not be run again."""
+        paths = []
+        runs, parents = self._run.tolist(), self._run_parents.tolist()
+        for row, length in enumerate(self.cache.lengths.tolist()):
+            path: list[int] = []
+            for token in tokens[row][length:-1]:
+                above = path[-1] + 1 if path else 0  # nodes are numbered from 1, in the order in which they were run
+                nodes = enumerate(zip(runs[row], parents[row], strict=True))
+                found = next((i for i, node in nodes if node == (token, above)), None)
+                if found is None:
+                    break
+                path.append(found)
+            paths.append(path)
+        path_ids, counts = _pad(paths)
+        self.cache.commit(path_ids, counts)
 
 
 class EagleDrafter:
-    """An EAGLE head drafts a chain: true features for what the target has read, its own states after that."""
+    """An EAGLE head drafts: true features for what the target has read, its own states below that."""
 
     def __init__(self, head: EagleHead) -> None:
         self.head = head
         self.taps = head.config.taps
+        self.vocabulary = head.vocabulary
 
     def begin(self, batch: int, capacity: int) -> None:
         self.cache = KVCache(batch, capacity, self.head.config.layers, self.head.fc.weight.device)
 
-    def propose(self, committed: Committed, K: int, sampler: Sampler) -> Proposal:
+    def propose(self, committed: Committed, shape: Shape, sampler: Sampler) -> Proposal:
         assert committed.taps is not None
         counts = committed.counts
+        self.cache.set_lengths(
+            self.cache.lengths
+        )  # drops the last tree: its states were the head's own, not true features
         if committed.taps.shape[1] == 0:  # prompts of one token: the target has read nothing, there is no feature yet
-            return _as_chain(committed, [], [])
+            return chain(_pending(committed)[:, None])
         # Slot t joins the target's g_t with the token after it, so the newest slot reads the pending token.
         joined, _ = _pad([t[len(t) - count :] for t, count in zip(committed.tokens, counts.tolist(), strict=True)])
-        state = self._step(joined, self.head.fuse(committed.taps), counts)
-        stable = self.cache.lengths
-        state = _at_last(state, counts)[:, None]
-        drafted: list[list[int]] = []
-        distributions: list[Tensor | None] = []
-        for k in range(K):
-            if k > 0:
-                state = self._step(torch.tensor(drafted[-1])[:, None], state, torch.ones_like(counts))
-            tokens, q = sampler.draft(self.head.logits(state[:, 0]))
-            drafted.append(self.head.vocabulary.to_target(torch.tensor(tokens)).tolist())
-            distributions.append(None if q is None else self.head.vocabulary.widen(q))
-        self.cache.set_lengths(stable)
-        proposal = _as_chain(committed, drafted, distributions)
+        slots = self.cache.slots(joined.shape[1])  # buffer index = slot = RoPE position
+        visible = torch.ones(1, joined.shape[1], joined.shape[1], dtype=torch.bool).tril()
+        state = self.head.step(
+            joined, self.head.fuse(committed.taps), slots, cached_attention(self.cache, visible, slots)
+        )
+        self.cache.set_lengths(self.cache.lengths + counts)
+        self._states = _at_last(state, counts)[:, None]
+        proposal = grow(self, _pending(committed), self.head.logits(self._states[:, 0]), shape, sampler)
         # A row without any feature yet, beside others that have some, drafts nothing.
-        return Proposal(proposal.tokens, proposal.parents, torch.where(stable > 0, proposal.sizes, 1), proposal.q)
+        return replace(proposal, sizes=torch.where(self.cache.lengths > 0, proposal.sizes, 1))
+
+    def extend(self, tokens: Tensor, parents: Tensor, visible: Tensor, depth: int) -> Tensor:
+        state = self._states[torch.arange(len(tokens))[:, None], parents]
+        # The head's state of depth d stands for position slot + d, and the newest slot is the last committed entry.
+        positions = (self.cache.lengths[:, None] - 1 + depth).expand(-1, tokens.shape[1])
+        state = self.head.step(tokens, state, positions, cached_attention(self.cache, visible, positions))
+        self.cache.hold(positions)
+        self._states = torch.cat([self._states, state], dim=1)
+        return self.head.logits(state)
 
     def keep(self, rows: Tensor) -> None:
         self.cache.select(rows)
-
-    def _step(self, tokens: Tensor, state: Tensor, counts: Tensor) -> Tensor:
-        """Run the head over the next slots of each row and keep their entries. Buffer index = slot = RoPE position."""
-        positions = self.cache.slots(tokens.shape[1])
-        visible = torch.ones(1, tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
-        state = self.head.step(tokens, state, positions, cached_attention(self.cache, visible, positions))
-        self.cache.set_lengths(self.cache.lengths + counts)
-        return state
 
 
 class PromptLookup:
@@ -168,20 +180,21 @@ class PromptLookup:
     def begin(self, batch: int, capacity: int) -> None:
         pass
 
-    def propose(self, committed: Committed, K: int, sampler: Sampler) -> Proposal:
-        found = [self._continuation(tokens, K) for tokens in committed.tokens]
+    def propose(self, committed: Committed, shape: Shape, sampler: Sampler) -> Proposal:
+        length = shape.depth
+        found = [self._continuation(tokens, length) for tokens in committed.tokens]
         ids, sizes = _pad([[tokens[-1], *more] for tokens, more in zip(committed.tokens, found, strict=True)])
         return chain(ids, sizes)
 
     def keep(self, rows: Tensor) -> None:
         pass
 
-    def _continuation(self, tokens: list[int], K: int) -> list[int]:
+    def _continuation(self, tokens: list[int], length: int) -> list[int]:
         for n in range(min(self.longest, len(tokens) - 1), 0, -1):
             suffix = tokens[-n:]
             for start in range(len(tokens) - n - 1, -1, -1):
                 if tokens[start : start + n] == suffix:
-                    return tokens[start + n : start + n + K]
+                    return tokens[start + n : start + n + length]
         return []
 
 
@@ -207,13 +220,6 @@ def _at_last(values: Tensor, counts: Tensor) -> Tensor:
     return values[torch.arange(len(counts)), (counts - 1).clamp(min=0)]
 
 
-def _agreeing(seen: list[int], tokens: list[int]) -> int:
-    """How many leading tokens two lists share, at most all but the last of `tokens`: the pending one is always fed anew."""
-    limit = min(len(seen), len(tokens) - 1)
-    return next((i for i in range(limit) if seen[i] != tokens[i]), limit)
-
-
-def _as_chain(committed: Committed, drafted: list[list[int]], distributions: list[Tensor | None]) -> Proposal:
-    roots = [tokens[-1] for tokens in committed.tokens]
-    qs = [q for q in distributions if q is not None]
-    return chain(torch.tensor([roots, *drafted]).T, q=torch.stack(qs, dim=1) if qs else None)
+def _pending(committed: Committed) -> Tensor:
+    """[B]: the token of each row that the target has not read."""
+    return torch.tensor([tokens[-1] for tokens in committed.tokens])

@@ -72,9 +72,29 @@ class Sampler:
         """p, or q, of these logits at this temperature > 0."""
         return processed(logits, self.temperature, self.top_k, self.top_p)
 
-    def draft(self, logits: Tensor) -> tuple[list[int], Tensor | None]:
-        """One drafted token per row from draft logits [B, V_d], and the q [B, V_d] it was drawn from (None: point mass)."""
-        if self.greedy or self.greedy_draft:
-            return logits.argmax(-1).tolist(), None
+    @property
+    def deterministic(self) -> bool:
+        """Whether drafts are the likeliest tokens (point masses) and not samples."""
+        return self.greedy or self.greedy_draft
+
+    def draft(self, logits: Tensor, count: int = 1) -> tuple[list[list[int]], Tensor | None]:
+        """`count` distinct tokens per row from draft logits [B, V_d], and the q [B, V_d] they were drawn from without
+        replacement (None: point masses, the likeliest first). A q with fewer tokens than that repeats its last one, which the
+        rejection rule then never accepts a second time.
+        """
+        if self.deterministic:
+            return logits.topk(count, dim=-1).indices.tolist(), None
         q = self.probabilities(logits)
-        return [draw(row, stream.random()) for row, stream in zip(q.numpy(), self.streams, strict=True)], q
+        drawn = []
+        for row, stream in zip(q.numpy(), self.streams, strict=True):
+            left, tokens = row, []
+            for uniform in stream.random(count):
+                if left.any():
+                    tokens.append(draw(left, uniform))
+                    if count > 1:
+                        left = left.copy()
+                        left[tokens[-1]] = 0.0
+                else:
+                    tokens.append(tokens[-1])
+            drawn.append(tokens)
+        return drawn, q

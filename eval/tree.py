@@ -1,10 +1,114 @@
-"""Token trees: what a drafter proposes and one target forward verifies. A chain is a tree. Knows tokens and masks only."""
+"""Token trees: the shapes that can be asked for, and what a drafter proposes. A chain is a tree. Knows tokens and masks only."""
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
+
+from draftsmith.errors import UserError
+
+
+@dataclass(frozen=True)
+class Static:
+    """A fixed shape. parents[i] is node i's parent; node 0 is the root (−1), and a parent stands before its children."""
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        wrong = [i for i, parent in enumerate(self.parents) if not (parent == -1 if i == 0 else 0 <= parent < i)]
+        if wrong or len(self.parents) < 2:
+            raise UserError(f"tree {list(self.parents)}: node 0 has parent -1, every other one an earlier node")
+
+    @functools.cached_property
+    def depths(self) -> tuple[int, ...]:
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def depth(self) -> int:
+        return max(self.depths)
+
+    @property
+    def nodes(self) -> int:
+        """Drafted nodes: all but the root."""
+        return len(self.parents) - 1
+
+    @property
+    def run(self) -> int:
+        """Entries that a drafter or the target needs behind the committed ones, the root included."""
+        return len(self.parents)
+
+    @functools.cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(i for i, parent in enumerate(self.parents) if parent == node) for node in range(len(self.parents))
+        )
+
+    @property
+    def is_chain(self) -> bool:
+        return all(len(children) <= 1 for children in self.children)
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """EAGLE-2's tree (arXiv 2406.16858): at each of `depth` levels the `width` most promising nodes of the level propose their
+    `width` likeliest tokens each; of all proposed nodes the `budget` with the largest path product are verified."""
+
+    width: int
+    depth: int
+    budget: int
+
+    def __post_init__(self) -> None:
+        most = self.width + max(self.depth - 1, 0) * self.width**2
+        if min(self.width, self.depth, self.budget) < 1 or self.budget > most:
+            raise UserError(f"tree {self}: width, depth and budget must be at least 1, and the budget at most {most}")
+
+    @property
+    def nodes(self) -> int:
+        return self.budget
+
+    @property
+    def run(self) -> int:
+        """Entries that a drafter or the target needs behind the committed ones, the root included."""
+        return max(self.budget + 1, self.depth * self.width)
+
+
+Shape = Static | Dynamic
+
+
+@cache
+def chain_shape(K: int) -> Static:
+    """K tokens, each below the one before. Raises UserError for K < 1."""
+    if K < 1:
+        raise UserError(f"K {K}: at least one token must be drafted")
+    return Static(tuple(range(-1, K)))
+
+
+def level_shape(branching: Sequence[int]) -> Static:
+    """Every node of depth d has branching[d] children: [3, 3] is the top-3 tree of two levels (12 nodes)."""
+    parents, level = [-1], [0]
+    for count in branching:
+        level_parents = [node for node in level for _ in range(count)]
+        level = list(range(len(parents), len(parents) + len(level_parents)))
+        parents += level_parents
+    return Static(tuple(parents))
+
+
+def shape_from_paths(paths: Sequence[Sequence[int]]) -> Static:
+    """The tree with these paths of child ranks, such as [[0], [1], [0, 0]]: the form that Medusa and EAGLE-1 write trees in."""
+    ordered = sorted(map(tuple, paths), key=lambda path: (len(path), path))
+    number: dict[tuple[int, ...], int] = {(): 0}
+    for path in ordered:
+        rank = path[-1]
+        if path[:-1] not in number or (rank > 0 and (*path[:-1], rank - 1) not in number):
+            raise UserError(f"tree path {list(path)}: its parent and its likelier siblings must be in the tree too")
+        number[path] = len(number)
+    return Static((-1, *(number[path[:-1]] for path in ordered)))
 
 
 @dataclass(frozen=True)
@@ -21,18 +125,18 @@ class Proposal:
     sizes: Tensor
     q: Tensor | None = None
 
-    @property
-    def depths(self) -> Tensor:
-        """[B or 1, n]: number of edges from the root."""
-        return self.visible.sum(-1) - 1
-
-    @property
+    @functools.cached_property
     def visible(self) -> Tensor:
         """[B or 1, n, n] bool: node i sees node j iff j is i or an ancestor of i."""
         return _ancestors(tuple(map(tuple, self.parents.tolist())))
 
+    @functools.cached_property
+    def depths(self) -> Tensor:
+        """[B or 1, n]: number of edges from the root."""
+        return self.visible.sum(-1) - 1
 
-@cache
+
+@functools.lru_cache(maxsize=256)
 def _ancestors(parents: tuple[tuple[int, ...], ...]) -> Tensor:
     visible = torch.zeros(len(parents), len(parents[0]), len(parents[0]), dtype=torch.bool)
     for row, tree in enumerate(parents):

@@ -36,8 +36,9 @@ class KVLayer(CacheLayerMixin):
         assert self.keys is not None
         assert self.values is not None
         owner, count = self._owner, key_states.shape[2]
-        start, end = owner.start, owner.end(count)
-        if start is not None:
+        end = owner.end(count)
+        if owner.even:
+            start = end - count
             self.keys[:, :, start:end] = key_states
             self.values[:, :, start:end] = value_states
         else:
@@ -60,8 +61,9 @@ class KVLayer(CacheLayerMixin):
 class KVCache(Cache):
     """Entries of B rows; `lengths [B]` says how many of each row's are committed.
 
-    A forward over n new tokens writes them behind the committed ones; `commit` then decides which of them stay. Entries
-    beyond a row's length are leftovers that every mask must hide (`attention_mask` does).
+    A forward over n new tokens writes them behind the committed ones; `commit` then decides which of them stay. A tree that
+    grows level by level is fed by several forwards: `hold` keeps a level's entries, uncommitted, in front of the next one's.
+    Entries beyond that are leftovers that every mask must hide (`attention_mask` does).
     """
 
     def __init__(self, batch: int, capacity: int, layers: int, device: torch.device | str = "cpu") -> None:
@@ -73,15 +75,20 @@ class KVCache(Cache):
         """Roll every row back to its first `lengths[b]` entries."""
         self.lengths = lengths
         self.longest = int(lengths.max())
-        self.start: int | None = self.longest if int(lengths.min()) == self.longest else None
+        self.even = int(lengths.min()) == self.longest  # all rows alike: entries are written by a slice
+        self.held = lengths.new_zeros(lengths.shape[0], 0)
+
+    def hold(self, positions: Tensor) -> None:
+        """Keep the entries written last for the next forward, uncommitted. positions [B, n]: where they stand in the text."""
+        self.held = torch.cat([self.held, positions.expand(self.lengths.shape[0], -1)], dim=1)
 
     def slots(self, count: int) -> Tensor:
         """Buffer positions `[B, count]` of the next `count` entries of each row."""
-        return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
+        return self.lengths[:, None] + self.held.shape[1] + torch.arange(count, device=self.lengths.device)
 
     def end(self, count: int) -> int:
         """One past the last buffer position that `count` further entries touch. Raises IndexError when the buffer is full."""
-        end = self.longest + count
+        end = self.longest + self.held.shape[1] + count
         if end > self.capacity:
             raise IndexError(f"the cache holds {self.capacity} entries, {end} are needed")
         return end
@@ -94,9 +101,9 @@ class KVCache(Cache):
         self.set_lengths(self.lengths[rows])
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
-        """Keep, of the entries written last, those at `path[b, :counts[b]]`, moved up to be contiguous.
+        """Keep, of the uncommitted entries, those at `path[b, :counts[b]]`, moved up to be contiguous.
 
-        path: [B, m] ascending offsets among the new entries (a chain's are 0, 1, 2 …); counts: [B].
+        path: [B, m] ascending offsets behind the committed entries (a chain's are 0, 1, 2 …); counts: [B].
         """
         offsets = torch.arange(path.shape[1], device=path.device)
         wanted = offsets < counts[:, None]
@@ -104,7 +111,7 @@ class KVCache(Cache):
             rows = torch.arange(path.shape[0], device=path.device)[:, None]
             # Columns past a row's count are padding: they are moved onto themselves.
             source = self.lengths[:, None] + torch.where(wanted, path, offsets)
-            target = self.slots(path.shape[1])
+            target = self.lengths[:, None] + offsets
             for layer in self.layers:
                 layer.keys[rows, :, target] = layer.keys[rows, :, source]
                 layer.values[rows, :, target] = layer.values[rows, :, source]
@@ -116,23 +123,25 @@ def attention_mask(
 ) -> Tensor:
     """Additive mask [B, 1, n, end] for n new entries: 0 where attention is allowed, the dtype's minimum elsewhere.
 
-    Each new entry sees all committed entries of its row and those new ones that `visible[b, i, j]` names (for a chain:
-    j ≤ i; for a tree: its ancestors and itself). With a `window` it sees only keys less than `window` positions back, where
-    positions [B, n] are those of the new entries and committed entries stand at 0, 1, 2 … . A hidden entry gets the
-    minimum and not −∞, so that a row which sees nothing yields finite numbers.
+    Each new entry sees all committed entries of its row and those uncommitted ones (held, then new) that `visible` [B or 1, n,
+    held + n] names: for a chain its predecessors, for a tree its ancestors, and itself. With a `window` it sees only keys less than
+    `window` positions back, where positions [B, n] are those of the new entries and committed entries stand at 0, 1, 2 … .
+    A hidden entry gets the minimum and not −∞, so that a row which sees nothing yields finite numbers.
     """
     batch, count = positions.shape
-    end = cache.end(count)
+    end, held = cache.end(count), cache.held.shape[1]
+    uncommitted = torch.cat([cache.held, positions], dim=1)
     key_index = torch.arange(end, device=positions.device)
     allowed = (key_index < cache.lengths[:, None])[:, None, :].expand(batch, count, end).clone()
     key_positions = key_index.expand(batch, end).clone()
-    if cache.start is not None:
-        allowed[:, :, cache.start :] = visible
-        key_positions[:, cache.start :] = positions
+    if cache.even:
+        allowed[:, :, cache.longest :] = visible
+        key_positions[:, cache.longest :] = uncommitted
     else:
-        slots = cache.slots(count)
-        allowed.scatter_(2, slots[:, None, :].expand(batch, count, count), visible.expand(batch, count, count))
-        key_positions.scatter_(1, slots, positions)
+        slots = cache.lengths[:, None] + torch.arange(held + count, device=positions.device)
+        shape = (batch, count, held + count)
+        allowed.scatter_(2, slots[:, None, :].expand(shape), visible.expand(shape))
+        key_positions.scatter_(1, slots, uncommitted)
     if window is not None:
         allowed &= positions[:, :, None] - key_positions[:, None, :] < window
     mask = torch.zeros(batch, 1, count, end, dtype=dtype, device=positions.device)

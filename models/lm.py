@@ -80,9 +80,10 @@ class LanguageModel:
         """Run the model over ids [B, n].
 
         Without a cache the rows start at position 0 and may be padded on the right: attention is causal, so padding
-        changes nothing before it. With a cache the new tokens stand behind each row's committed ones; as a tree if
-        `visible` [B or 1, n, n] (new token i sees new token j: its ancestors and itself) and `depths` [B or 1, n] (position
-        behind the committed ones) are given, as a chain otherwise. Nothing is committed: the caller does that.
+        changes nothing before it. With a cache the new tokens stand behind each row's uncommitted ones (`KVCache.hold`),
+        or else behind its committed ones; as a tree if `visible` [B or 1, n, held + n] (new token i sees uncommitted token j: its
+        ancestors and itself) and `depths` [B or 1, n] (position behind the committed ones) are given, as a chain otherwise.
+        Nothing is committed: the caller does that.
         """
         arguments: dict[str, Any] = {"use_cache": False}
         if cache is not None:

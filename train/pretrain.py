@@ -253,4 +253,4 @@ def _step(model: nn.Module, batch: Batch, optimizer: MuonAdamW, clip: float) -> 
         nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss)
+    return float(loss.detach())

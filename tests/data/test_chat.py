@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit import CHAT_TEMPLATE, tiny_tokenizer
 
 from draftsmith.data.chat import Rendered, UnusableError, cut, prompt_ids, render, template_ids
 from draftsmith.errors import UserError
-from kit import CHAT_TEMPLATE, tiny_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "the sum"}
 AGAIN, LATER = {"role": "user", "content": "and now?"}, {"role": "assistant", "content": "a fox"}

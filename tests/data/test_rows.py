@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit import tiny_tokenizer
 from transformers import AutoTokenizer
 
 from draftsmith.data.corpus import DataSettings, Source, load_documents
 from draftsmith.data.rows import Rows, prepare, windows
 from draftsmith.data.tokenizer import SPECIALS, tokenizer_digest, train_tokenizer
 from draftsmith.errors import UserError
-from kit import tiny_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "the sum"}
 TEN = [

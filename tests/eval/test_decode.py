@@ -11,7 +11,7 @@ from draftsmith.eval import decode as decoding
 from draftsmith.eval.decode import decode
 from draftsmith.eval.drafters import EagleDrafter, LMDrafter, NoDraft, PromptLookup
 from draftsmith.eval.sampling import Sampler
-from draftsmith.eval.tree import chain
+from draftsmith.eval.tree import chain, chain_shape
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import new_eagle_head
 from draftsmith.models.kv import KVCache
@@ -35,8 +35,8 @@ class AlwaysWrong:
     def keep(self, rows):
         self.oracle.keep(rows)
 
-    def propose(self, committed, K, sampler):
-        drafted = self.oracle.propose(committed, K, Sampler(0.0))
+    def propose(self, committed, shape, sampler):
+        drafted = self.oracle.propose(committed, shape, Sampler(0.0))
         return chain(
             torch.cat([drafted.tokens[:, :1], (drafted.tokens[:, 1:] + 1) % self.oracle.model.vocabulary], dim=1)
         )
@@ -74,7 +74,9 @@ def test_greedy_output_equals_generate_token_for_token(flavour):
     expected = [greedy_of_transformers(target, text, 30) for text in texts]
     for name, drafter in drafters(target).items():
         for K in (1, 3, 8):
-            out = decode(target, drafter, texts, K=K, sampler=Sampler(0.0), max_new_tokens=30, eos_ids=NO_EOS)
+            out = decode(
+                target, drafter, texts, shape=chain_shape(K), sampler=Sampler(0.0), max_new_tokens=30, eos_ids=NO_EOS
+            )
             assert [result.tokens for result in out] == expected, (name, K)
 
 
@@ -84,11 +86,16 @@ def test_hundred_prompts_equal_plain_greedy_for_every_drafter_and_k():
     target = tiny_target()
     texts = prompts(100, seed=1)
     plain = [
-        r.tokens for r in decode(target, NoDraft(), texts, K=1, sampler=Sampler(0.0), max_new_tokens=24, eos_ids=NO_EOS)
+        r.tokens
+        for r in decode(
+            target, NoDraft(), texts, shape=chain_shape(1), sampler=Sampler(0.0), max_new_tokens=24, eos_ids=NO_EOS
+        )
     ]
     for name, drafter in drafters(target).items():
         for K in range(1, 9):
-            out = decode(target, drafter, texts, K=K, sampler=Sampler(0.0), max_new_tokens=24, eos_ids=NO_EOS)
+            out = decode(
+                target, drafter, texts, shape=chain_shape(K), sampler=Sampler(0.0), max_new_tokens=24, eos_ids=NO_EOS
+            )
             assert [result.tokens for result in out] == plain, (name, K)
 
 
@@ -97,14 +104,28 @@ def test_hundred_prompts_equal_plain_greedy_for_every_drafter_and_k():
 def test_the_oracle_gives_exactly_k_plus_1_tokens_per_verify_except_last_steps(K, temperature):
     target = tiny_target()
     out = decode(
-        target, LMDrafter(target), prompts(4), K=K, sampler=Sampler(temperature), max_new_tokens=21, eos_ids=NO_EOS
+        target,
+        LMDrafter(target),
+        prompts(4),
+        shape=chain_shape(K),
+        sampler=Sampler(temperature),
+        max_new_tokens=21,
+        eos_ids=NO_EOS,
     )
     assert {step.emitted for result in out for step in result.trace[:-1]} == {K + 1}
 
 
 def test_the_always_wrong_draft_gives_exactly_one_token_per_verify():
     target = tiny_target()
-    out = decode(target, AlwaysWrong(target), prompts(3), K=3, sampler=Sampler(0.0), max_new_tokens=12, eos_ids=NO_EOS)
+    out = decode(
+        target,
+        AlwaysWrong(target),
+        prompts(3),
+        shape=chain_shape(3),
+        sampler=Sampler(0.0),
+        max_new_tokens=12,
+        eos_ids=NO_EOS,
+    )
     assert {(step.emitted, step.accepted, step.drafted) for result in out for step in result.trace} == {(1, 0, 3)}
 
 
@@ -123,7 +144,7 @@ def test_a_prompt_decodes_alike_alone_in_a_batch_and_shuffled(temperature):
                     target,
                     drafter,
                     [texts[i] for i in names],
-                    K=4,
+                    shape=chain_shape(4),
                     sampler=Sampler(temperature),
                     max_new_tokens=20,
                     names=names,
@@ -142,13 +163,21 @@ def test_output_and_finish_reason_are_right_for_eos_at_every_place_and_every_cap
     """FAULTS 53: the token at index j is declared EOS, for every j; caps of j − 1, j, j + 1."""
     target = tiny_target()
     [text] = prompts(1, seed=3)
-    [plain] = decode(target, NoDraft(), [text], K=1, sampler=Sampler(0.0), max_new_tokens=16, eos_ids=NO_EOS)
+    [plain] = decode(
+        target, NoDraft(), [text], shape=chain_shape(1), sampler=Sampler(0.0), max_new_tokens=16, eos_ids=NO_EOS
+    )
     for j, token in enumerate(plain.tokens):
         first = plain.tokens.index(token)
         for cap in {max(j, 1), j + 1, j + 2}:
             for drafter in (NoDraft(), LMDrafter(target), PromptLookup()):
                 [out] = decode(
-                    target, drafter, [text], K=5, sampler=Sampler(0.0), max_new_tokens=cap, eos_ids=frozenset({token})
+                    target,
+                    drafter,
+                    [text],
+                    shape=chain_shape(5),
+                    sampler=Sampler(0.0),
+                    max_new_tokens=cap,
+                    eos_ids=frozenset({token}),
                 )
                 assert out.tokens == plain.tokens[: min(first + 1, cap)]
                 assert out.finish_reason == ("stop" if first < cap else "length")
@@ -193,7 +222,7 @@ def test_after_each_verify_the_cache_holds_the_committed_tokens_as_a_fresh_prefi
             states.append((committed, len(tokens)))
 
     monkeypatch.setattr(KVCache, "commit", commit_and_compare)
-    decode(target, draft, texts, K=4, sampler=Sampler(0.0), max_new_tokens=40, eos_ids=NO_EOS)
+    decode(target, draft, texts, shape=chain_shape(4), sampler=Sampler(0.0), max_new_tokens=40, eos_ids=NO_EOS)
     assert len(states) > 5
     assert all(committed == tokens - 1 for committed, tokens in states[:-1])
 

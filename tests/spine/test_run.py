@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.errors import UserError
 from draftsmith.run import RunFolder, Unit, execute, needed, schedule, stamp
 
 
@@ -129,6 +130,21 @@ def test_a_unit_that_resumes_keeps_its_folder_when_settings_change(tmp_path: Pat
     for k in (1, 2):
         execute([unit(k)], RunFolder(tmp_path), lambda line: None)
     assert {path.name for path in (tmp_path / "cache").iterdir()} == {"shard-1", "shard-2"}
+
+
+def test_a_resuming_unit_that_refuses_a_change_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    def unit(k: int) -> Unit:
+        def write() -> None:
+            if k != 1:
+                raise UserError("restore the setting")
+            (tmp_path / "cache").write_text("whole")
+
+        return Unit("cache", "", {"k": k}, (), ("cache",), write, resumes=True)
+
+    execute([unit(1)], RunFolder(tmp_path), lambda line: None)
+    with pytest.raises(UserError):
+        execute([unit(2)], RunFolder(tmp_path), lambda line: None)
+    assert execute([unit(1)], RunFolder(tmp_path), lambda line: None) == []
 
 
 def test_the_schedule_foretells_what_runs_and_runs_nothing(bench: Bench) -> None:

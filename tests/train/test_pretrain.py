@@ -109,7 +109,8 @@ def test_loss_of_a_padded_batch_is_the_sum_over_supervised_tokens_of_each_row(ro
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_new_model_starts_at_the_uniform_distribution(rows: Rows, tied: bool) -> None:
     model = new_model(tiny(tied=tied), tiny_tokenizer(), seed=0)
-    total, count = batch_loss(model, collate_rows(rows[:6]))
+    with torch.no_grad():
+        total, count = batch_loss(model, collate_rows(rows[:6]))
     assert float(total) / count == pytest.approx(math.log(152), abs=0.05)
 
 
@@ -126,7 +127,7 @@ def test_training_learns_its_rows_and_leaves_the_callers_random_state_alone(rows
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    result = run(rows, tmp_path / "target", tokens=6000)
+    result = run(rows, tmp_path / "target", tokens=5000, embedding_lr=0.05, other_lr=0.02)
     assert torch.equal(torch.rand(1), expected)
     assert set(result["held_out_loss"]) == {"code", "prose", "chat"}
     assert all(loss < 0.6 * math.log(152) for loss in result["held_out_loss"].values())

@@ -7,6 +7,7 @@ from kit import tiny_target
 from draftsmith.data.batches import Batch, TopK
 from draftsmith.eval.drafters import Committed, EagleDrafter, LMDrafter
 from draftsmith.eval.sampling import Sampler
+from draftsmith.eval.tree import chain_shape
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import new_eagle_head
 from draftsmith.models.vocabulary import DraftVocabulary
@@ -23,9 +24,9 @@ class Forced(Sampler):
         self.tokens, self.seen = list(tokens), []
         return self
 
-    def draft(self, logits):
+    def draft(self, logits, count=1):
         self.seen.append(logits)
-        return [self.tokens[len(self.seen) - 1]], None
+        return [[self.tokens[len(self.seen) - 1]]], None
 
 
 def a_head(target, layers=1):
@@ -67,7 +68,7 @@ def test_rollout_and_decoder_give_equal_logits_at_every_depth(layers):
         committed = Committed(
             [tokens[:known]], batch.last[:, : slot + 1], batch.taps[:, : slot + 1], torch.tensor([slot + 1])
         )
-        drafter.propose(committed, STEPS, sampler)
+        drafter.propose(committed, chain_shape(STEPS), sampler)
         for k in range(STEPS):
             torch.testing.assert_close(sampler.seen[k][0], head.logits(states[k][0, slot]), atol=1e-4, rtol=0)
 
@@ -90,7 +91,7 @@ def test_drafting_again_after_acceptance_uses_true_features_only():
                 Committed(
                     [tokens[:known]], batch.last[:, states], batch.taps[:, states], torch.tensor([known - 1 - read])
                 ),
-                5,
+                chain_shape(5),
                 sampler,
             )
             read = known - 1
@@ -109,7 +110,7 @@ def test_draft_lm_gives_equal_logits_in_training_and_in_drafting():
     drafter.begin(1, 64)
     for known in (3, 5, 9):
         sampler = Forced(0.0).force(tokens[known:])
-        drafter.propose(Committed([tokens[:known]], None, None, None), STEPS, sampler)
+        drafter.propose(Committed([tokens[:known]], None, None, None), chain_shape(STEPS), sampler)
         for k in range(STEPS):
             torch.testing.assert_close(sampler.seen[k][0], trained[known - 1 + k], atol=1e-4, rtol=0)
 

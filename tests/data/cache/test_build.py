@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit import FLAVOURS, tiny_model, tiny_rows, tiny_target, tiny_tokenizer
 
 from draftsmith.data.cache import build
 from draftsmith.data.cache.build import build_cache, bytes_per_token, cache_bytes, cache_fields, shard_plan
@@ -17,7 +18,6 @@ from draftsmith.data.corpus import DataSettings
 from draftsmith.data.rows import Row, Rows, write_rows
 from draftsmith.errors import UserError
 from draftsmith.models.target import Target, choose_taps
-from kit import FLAVOURS, tiny_model, tiny_rows, tiny_target, tiny_tokenizer
 
 LENGTHS = (1, 200, 2, 37, 8, 120, 9, 64)
 FP32 = {"state_codec": "fp32", "k": 16, "last": True, "batch_tokens": 400, "shard_mb": 0.1}
@@ -67,6 +67,15 @@ def test_batching_and_order_change_no_cached_token(tmp_path: Path) -> None:
             np.testing.assert_allclose(reader[where].last, one[index].last, atol=1e-5, rtol=1e-5)
             assert reader[where].domain == one[index].domain
     assert [s.xxh3 for s in four.manifest.shards] == [s.xxh3 for s in again.manifest.shards]
+
+
+def test_logits_in_chunks_give_the_same_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, rows = tiny_target(), tiny_rows(tmp_path, LENGTHS)
+    whole = cached(tmp_path, target, rows)
+    monkeypatch.setattr(build, "LOGITS_AT_ONCE", 7 * target.vocabulary)
+    chunked = cached(tmp_path, target, rows, "chunked")
+    for one, other in zip(whole, chunked, strict=True):
+        np.testing.assert_allclose(one.distribution[1], other.distribution[1], atol=1e-5)
 
 
 def test_long_shared_prefix_gives_equal_states_in_both_rows(tmp_path: Path) -> None:

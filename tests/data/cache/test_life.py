@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit import tiny_rows, tiny_target
 from safetensors.torch import load_file, save_file
 
 from draftsmith.data.cache import build, writer
@@ -21,7 +22,6 @@ from draftsmith.data.cache.verify import verify_cache
 from draftsmith.data.corpus import DataSettings
 from draftsmith.data.rows import Rows, write_rows
 from draftsmith.errors import UserError
-from kit import tiny_rows, tiny_target
 
 SETTINGS = {"k": 8, "batch_tokens": 100, "shard_mb": 0.01}  # about 40 tokens a shard
 LENGTHS = [30] * 5

@@ -1,0 +1,123 @@
+"""How a model drafter's tree grows: level by level, in a fixed shape or by EAGLE-2's expansion and re-ranking.
+
+Works through two calls of the drafter: the logits after the pending token, and those after a level's nodes. Knows neither which
+model drafts nor how it keeps its states.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftsmith.eval.sampling import Sampler
+from draftsmith.eval.tree import Dynamic, Proposal, Shape, Static
+from draftsmith.models.vocabulary import DraftVocabulary
+
+
+class Grower(Protocol):
+    """What growth needs of a drafter. Node 0 is the root (the pending token); nodes are numbered per row."""
+
+    vocabulary: DraftVocabulary
+
+    def extend(self, tokens: Tensor, parents: Tensor, visible: Tensor, depth: int) -> Tensor:
+        """Draft logits [B, w, V_d] after w further nodes of depth `depth` ≥ 1.
+
+        tokens [B, w]; parents [B, w]: which of the nodes run so far (0: the root, then in the order of the calls) is each one's
+        parent; visible [B or 1, w, run so far + w]: which run nodes (the root left out) each one sees.
+        """
+
+
+def grow(drafter: Grower, roots: Tensor, logits: Tensor, shape: Shape, sampler: Sampler) -> Proposal:
+    """The proposal below `roots` [B] (pending tokens), given the draft logits [B, V_d] after them."""
+    if isinstance(shape, Dynamic):
+        return _grow_dynamic(drafter, roots, logits, shape)
+    return _grow_static(drafter, roots, logits, shape, sampler)
+
+
+def _grow_static(drafter: Grower, roots: Tensor, logits: Tensor, shape: Static, sampler: Sampler) -> Proposal:
+    """Only nodes that have children are run; each draws as many children as the shape gives it."""
+    batch, count = len(roots), len(shape.parents)
+    tokens = torch.zeros(batch, count, dtype=torch.long)
+    tokens[:, 0] = roots
+    q = (
+        None
+        if sampler.deterministic
+        else torch.zeros(batch, count, drafter.vocabulary.target_size, dtype=torch.float64)
+    )
+    run: list[int] = []  # inner nodes below the root, in the order in which the drafter has run them
+    level, level_logits = [0], logits[:, None]
+    for depth in range(1, shape.depth + 1):
+        for place, node in enumerate(level):
+            children = shape.children[node]
+            drawn, distribution = sampler.draft(level_logits[:, place], len(children))
+            tokens[:, list(children)] = drafter.vocabulary.to_target(torch.tensor(drawn))
+            if q is not None and distribution is not None:
+                q[:, node] = drafter.vocabulary.widen(distribution)
+        level = [i for i, d in enumerate(shape.depths) if d == depth and shape.children[i]]
+        if not level:
+            break
+        parents = torch.tensor([[0 if (p := shape.parents[i]) == 0 else run.index(p) + 1 for i in level]])
+        run += level
+        visible = torch.tensor([[[_is_ancestor(shape, j, i) for j in run] for i in level]])
+        level_logits = drafter.extend(tokens[:, level], parents.expand(batch, -1), visible, depth)
+    return Proposal(tokens, torch.tensor([shape.parents]), torch.full((batch,), count), q)
+
+
+def _is_ancestor(shape: Static, above: int, node: int) -> bool:
+    """Whether `above` is `node` or stands on its path to the root."""
+    while node > above:
+        node = shape.parents[node]
+    return node == above
+
+
+def _grow_dynamic(drafter: Grower, roots: Tensor, logits: Tensor, shape: Dynamic) -> Proposal:
+    """EAGLE-2, sections 4.1 and 4.2: expand by the product of confidences along the path, then re-rank all proposed nodes.
+
+    Children are the draft's likeliest tokens, so the proposal is deterministic at every temperature.
+    """
+    batch, width = len(roots), shape.width
+    scores, ids = logits.log_softmax(-1).topk(width, dim=-1)  # a node's score is Σ log q along its path
+    pool_tokens, pool_scores = [ids], [scores]
+    pool_parents = [torch.zeros(batch, width, dtype=torch.long)]
+    pooled = width
+    # The level's nodes: places in the pool (numbered from 1; 0 is the root), and what they see of the nodes run so far.
+    level = torch.arange(1, width + 1).expand(batch, width)
+    visible = torch.eye(width, dtype=torch.bool).expand(batch, width, width)
+    run_parents = torch.zeros(batch, width, dtype=torch.long)
+    for depth in range(1, shape.depth):
+        level_logits = drafter.extend(drafter.vocabulary.to_target(ids), run_parents, visible, depth)
+        child_scores, child_ids = level_logits.log_softmax(-1).topk(width, dim=-1)
+        child_scores = (child_scores + scores[:, :, None]).flatten(1)
+        pool_tokens.append(child_ids.flatten(1))
+        pool_scores.append(child_scores)
+        pool_parents.append(level.repeat_interleave(width, dim=1))
+        # The best `width` of the width² candidates are the next level.
+        best = child_scores.topk(width, dim=-1)
+        scores, ids = best.values, child_ids.flatten(1).gather(1, best.indices)
+        parent_place = best.indices // width
+        run_parents = (depth - 1) * width + 1 + parent_place
+        level = pooled + 1 + best.indices
+        pooled += width * width
+        above = visible.gather(1, parent_place[:, :, None].expand(-1, -1, visible.shape[2]))
+        visible = torch.cat([above, torch.eye(width, dtype=torch.bool).expand(batch, width, width)], dim=2)
+    return _rerank(
+        drafter, roots, torch.cat(pool_tokens, 1), torch.cat(pool_scores, 1), torch.cat(pool_parents, 1), shape
+    )
+
+
+def _rerank(
+    drafter: Grower, roots: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, shape: Dynamic
+) -> Proposal:
+    """The `budget` best nodes of the pool. A child never outscores its parent (log q ≤ 0), and on a tie the stable sort keeps
+    the shallower node, which stands first in the pool: so every chosen node's parent is chosen, and precedes it."""
+    batch = len(roots)
+    chosen = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, : shape.budget].sort(-1).values
+    place = torch.zeros(batch, tokens.shape[1] + 1, dtype=torch.long)  # pool number → node number
+    place.scatter_(1, chosen + 1, torch.arange(1, shape.budget + 1).expand(batch, -1))
+    new_parents = place.gather(1, parents.gather(1, chosen))
+    root = torch.full((batch, 1), -1)
+    return Proposal(
+        torch.cat([roots[:, None], drafter.vocabulary.to_target(tokens.gather(1, chosen))], dim=1),
+        torch.cat([root, new_parents], dim=1),
+        torch.full((batch,), shape.budget + 1),
+    )

@@ -1,0 +1,167 @@
+"""The whole pipeline for real, on sixty made-up documents and models of a few thousand parameters."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.cli import main
+
+DRAFTS = ("untrained", "distilled", "eagle3-no-rollout", "eagle3", "prompt-lookup", "oracle")
+CONFIG = """
+run_root: {root}/runs
+data: {{sources: [{{kind: json, path: {root}/rows.jsonl}}], max_length: 64, held_out: 0.2}}
+target:
+  device: cpu
+  scratch: {{vocabulary: 300, width: 32, blocks: 4, heads: 2, kv_heads: 1, intermediate: 48, context: 128,
+            tokens: 3000, batch_tokens: 256}}
+cache: {{k: 16}}
+distill: {{tokens: 2000, batch_tokens: 256, validations: 1, held_out_rows: 2}}
+eagle:
+  eagle3-no-rollout: {{rollouts: 1, tokens: 2000, batch_tokens: 256, validations: 1, held_out_rows: 2}}
+  eagle3: {{rollouts: 3, tokens: 2000, batch_tokens: 256, validations: 1, held_out_rows: 2}}
+evaluation: {{drafts: [{drafts}], prompts: 2, prompt_tokens: 16, max_new_tokens: 16, K: 3, timed_prompts: 1}}
+tracking: {{trackers: []}}
+"""
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "wizards",
+    "box",
+    "in",
+    "fog",
+]
+
+
+def document(rng: random.Random, chat: bool) -> dict[str, Any]:
+    text = " ".join(rng.choice(WORDS) for _ in range(50))
+    if not chat:
+        return {"text": text}
+    return {"messages": [{"role": "user", "content": "Speak."}, {"role": "assistant", "content": text}]}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config whose every stage has run."""
+    root = tmp_path_factory.mktemp("pipeline")
+    rng = random.Random(0)
+    rows = [json.dumps(document(rng, chat=bool(index % 2))) for index in range(60)]
+    (root / "rows.jsonl").write_text("\n".join(rows))
+    (root / "exp.yaml").write_text(CONFIG.format(root=root, drafts=", ".join(DRAFTS)))
+    assert run("eval-acceptance", root / "exp.yaml") == 0
+    return root / "exp.yaml"
+
+
+def run(command: str, *arguments: str | Path) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([command, *map(str, arguments)])
+    return int(ended.value.code or 0)
+
+
+def results(config: Path) -> dict[str, dict[str, Any]]:
+    return {
+        draft: json.loads((config.parent / "runs" / "exp" / "eval" / f"{draft}.json").read_text()) for draft in DRAFTS
+    }
+
+
+def test_greedy_outputs_of_every_draft_equal_plain_decoding_on_every_prompt(config: Path) -> None:
+    for draft, document in results(config).items():
+        greedy = [entry for entry in document["results"] if entry["temperature"] == 0.0]
+        assert {entry["domain"] for entry in greedy} == {"chat", "prose"}
+        assert all(entry["identical"] == [2, 2] for entry in greedy), draft
+
+
+def test_the_oracle_emits_k_plus_one_tokens_per_verify(config: Path) -> None:
+    """Sixteen new tokens are four whole verifies of K + 1 = 4, so no last step is cut."""
+    greedy = [entry for entry in results(config)["oracle"]["results"] if entry["temperature"] == 0.0]
+    assert [entry["tokens_per_verify"]["value"] for entry in greedy] == [4.0, 4.0]
+
+
+def test_the_result_names_draft_target_and_settings_by_paths_inside_the_run(config: Path) -> None:
+    document = results(config)["eagle3"]
+    assert document["schema"] == 1
+    assert document["draft"]["kind"] == "eagle3"
+    assert document["draft"]["path"] == "eagle/eagle3"
+    assert document["draft"]["parameters"] > 0
+    assert len(document["target"]["fingerprint"]) == 32
+    assert document["settings"]["K"] == 3
+    assert str(config.parent) not in json.dumps(document)
+
+
+def test_a_second_run_skips_every_stage(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("eval-acceptance", config) == 0
+    out = capsys.readouterr().out
+    assert out.count("unchanged, skipped") == 6
+    assert "runs (" not in out
+
+
+def test_the_report_shows_every_draft_and_every_training_curve(config: Path) -> None:
+    folder = config.parent / "runs" / "exp"
+    assert run("report", folder) == 0
+    page = (folder / "report.html").read_text()
+    assert all(draft in page for draft in DRAFTS)
+    assert {"training-target.png", "training-drafts.png"} <= {path.name for path in (folder / "plots").iterdir()}
+
+
+def test_the_plan_tells_the_size_of_the_cache_and_the_parameters(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Within 5 % of the bytes on disk, and the very parameters that the results count."""
+    assert run("plan", config) == 0
+    out = capsys.readouterr().out
+    assert "be skipped: unchanged" in out
+    said = float(out.split(" rows, ")[1].split(" MB")[0].replace(",", ""))
+    stored = sum(path.stat().st_size for path in (config.parent / "runs" / "exp" / "cache").glob("*.safetensors"))
+    assert said == pytest.approx(stored / 1e6, rel=0.05, abs=0.05)
+    for draft in ("distilled", "eagle3"):
+        assert f"{results(config)[draft]['draft']['parameters']:,}" in out
+
+
+def test_changed_cache_settings_are_refused_by_name_and_nothing_is_lost(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("cache", config, "cache.k=8") == 2
+    err = capsys.readouterr().err
+    assert "k = 16, now it is 8" in err
+    assert err.count("\n") == 1
+    assert run("cache", config) == 0
+    assert "cache: unchanged, skipped" in capsys.readouterr().out
+
+
+def test_a_prompt_longer_than_the_context_is_one_line_and_exit_code_2(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("eval-acceptance", config, "evaluation.prompt_tokens=500") == 2
+    err = capsys.readouterr().err
+    assert "evaluation.prompt_tokens" in err
+    assert err.count("draftsmith: ") == 1
+
+
+def test_show_mask_and_the_cache_commands_print_what_is_there(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("show-mask", config) == 0
+    out = capsys.readouterr().out
+    assert "<|user|>Speak.<|end|><|assistant|>⟦" in out
+    cache = config.parent / "runs" / "exp" / "cache"
+    assert run("cache-info", cache) == 0
+    assert "p(x[t+1] |" in capsys.readouterr().out, "brackets in a value are no markup"
+    assert run("cache-verify", cache) == 0
+    assert "every checksum is right" in capsys.readouterr().out
+    shard = next(cache.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    assert run("cache-verify", cache) == 2
+    assert shard.name in capsys.readouterr().err
+    content[-1] ^= 1
+    shard.write_bytes(content)
