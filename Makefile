@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(FIND_PYTHON); test -n "$$python" || { echo "Draftsmith needs Python 3.11 or newer: install it, or give PYTHON=/path/to/python"; exit 2; }; \
 	test -x $(BIN)/python || $$python -m venv $(VENV)
 	@echo "installing into $(VENV): some minutes the first time"
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: setup

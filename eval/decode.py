@@ -4,7 +4,7 @@
 Knows nothing of files, domains or metrics; it records what `draftsmith.eval.metrics` needs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -42,13 +42,36 @@ class Verify:
 
 @dataclass
 class Decoded:
-    """tokens: the new ones. finish_reason: "stop" after an EOS token (which is kept), "length" at the cap."""
+    """tokens: the new ones. finish_reason: "stop" after an EOS token or a stop string (which are kept), "length" at the cap.
+    lossless: false if an acceptance rule was used that changes what is emitted."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
     trace: list[Verify] = field(default_factory=list)
     text: str = ""
+    lossless: bool = True
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where a text ends: after an EOS token or the token that completes a stop string ("stop"), or at the cap ("length")."""
+
+    eos_ids: frozenset[int]
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    tokenizer: Any = None
+
+    def __call__(self, tokens: list[int]) -> str:
+        if tokens[-1] in self.eos_ids or (self.stop and self._has_stop_string(tokens)):
+            return "stop"
+        return "length" if len(tokens) == self.max_new_tokens else ""
+
+    def _has_stop_string(self, tokens: list[int]) -> bool:
+        # A token holds at least a byte and a character at most four, so a stop string ends within this many tokens.
+        tail = tokens[-(4 * max(map(len, self.stop)) + 4) :]
+        text = self.tokenizer.decode(tail)
+        return any(string in text for string in self.stop)
 
 
 @torch.inference_mode()
@@ -63,18 +86,22 @@ def decode(
     seed: int | None = 0,
     names: Sequence[int] | None = None,
     eos_ids: frozenset[int] | None = None,
+    stop: Sequence[str] = (),
+    on_tokens: Callable[[int, list[int], int], None] | None = None,
 ) -> list[Decoded]:
-    """Decode every prompt until EOS or `max_new_tokens`.
+    """Decode every prompt until EOS, a stop string (kept) or `max_new_tokens`.
 
     Each prompt's random stream is made from `seed` and its name (default: its index), so that the result does not depend on
-    how prompts are batched. Raises UserError for an empty prompt or one that does not fit the target's context.
+    how prompts are batched. `on_tokens(prompt, tokens, accepted)` is called after every verify with the new tokens, of which the
+    first `accepted` were drafted. Raises UserError for an empty prompt or one that does not fit the target's context.
     """
     _check(target, prompts, shape, max_new_tokens)
-    eos = target.eos_ids if eos_ids is None else eos_ids
-    results = [Decoded(list(prompt)) for prompt in prompts]
+    tokenizer = target.tokenizer if stop else None
+    ends = Ends(target.eos_ids if eos_ids is None else eos_ids, max_new_tokens, tuple(stop), tokenizer)
+    results = [Decoded(list(prompt), lossless=sampler.lossless) for prompt in prompts]
     active = list(range(len(prompts)))
     sampler.start(seed, list(names) if names is not None else active)
-    longest = max(map(len, prompts)) + max_new_tokens + shape.run + 1
+    longest = max(map(len, prompts)) + max_new_tokens + max(shape.run, drafter.most_nodes) + 1
     target_cache = target.new_cache(len(prompts), longest)
     drafter.begin(len(prompts), longest)
     # Prefill all but the last token of each prompt: that one is pending, and the first verify reads it.
@@ -89,11 +116,15 @@ def decode(
             proposal.tokens, drafter.taps, cache=target_cache, visible=proposal.visible, depths=proposal.depths
         )
         assert out.logits is not None
+        drafter.observe(out.logits)
 
         # 3. Accept the longest lossless path, and emit one more token: the residual's or the bonus.
-        accepted = _accept(proposal, out.logits, sampler)
+        texts = [(results[row].prompt, results[row].tokens) for row in active]
+        accepted = _accept(proposal, sampler.penalised(out.logits, texts, proposal), sampler)
         for index, row in enumerate(active):
-            _emit(results[row], proposal, index, accepted[index], eos, max_new_tokens)
+            new = _emit(results[row], proposal, index, accepted[index], ends)
+            if on_tokens is not None:
+                on_tokens(row, new, results[row].trace[-1].accepted)
 
         # 4. Keep the path's keys, values and states; drop those of all other nodes, and the rows that are done.
         path, counts = _padded_paths(accepted)
@@ -149,27 +180,30 @@ def _accept(proposal: Proposal, logits: Tensor, sampler: Sampler) -> list[rules.
         best = logits.argmax(-1).tolist()
         return [rules.greedy(t[:n], u[:n], b) for t, u, b, n in zip(tokens, parents, best, sizes, strict=True)]
     p = sampler.probabilities(logits).numpy()
+    if sampler.typical is not None:
+        epsilon, delta = sampler.typical
+        return [
+            rules.typical(tokens[i][:n], parents[i][:n], p[i], epsilon, delta, sampler.streams[i])
+            for i, n in enumerate(sizes)
+        ]
     q = proposal.q.numpy() if proposal.q is not None else [None] * len(sizes)
     return [rules.rejection(tokens[i][:n], parents[i][:n], p[i], q[i], sampler.streams[i]) for i, n in enumerate(sizes)]
 
 
-def _emit(
-    result: Decoded, proposal: Proposal, index: int, accepted: rules.Accepted, eos: frozenset[int], max_new_tokens: int
-) -> None:
-    """Append a row's new tokens, cut after EOS or at the cap, and record the step."""
-    new = [int(proposal.tokens[index, node]) for node in accepted.path[1:]] + [accepted.following]
-    new = new[: max_new_tokens - len(result.tokens)]
-    stop = next((i for i, token in enumerate(new) if token in eos), None)
-    if stop is not None:
-        new = new[: stop + 1]
-        result.finish_reason = "stop"
-    elif len(result.tokens) + len(new) == max_new_tokens:
-        result.finish_reason = "length"
-    result.tokens += new
+def _emit(result: Decoded, proposal: Proposal, index: int, accepted: rules.Accepted, ends: Ends) -> list[int]:
+    """Append a row's new tokens, cut where the text ends, and record the step."""
+    new: list[int] = []
+    for token in [*(int(proposal.tokens[index, node]) for node in accepted.path[1:]), accepted.following]:
+        new.append(token)
+        result.tokens.append(token)
+        result.finish_reason = ends(result.tokens)
+        if result.finish_reason:
+            break
     kept = min(len(accepted.path) - 1, len(new))
-    hits = [k < len(accepted.path) - 1 for k in range(len(accepted.overlaps))][: len(new)]
+    hits = tuple(k < len(accepted.path) - 1 for k in range(len(accepted.overlaps)))[: len(new)]
     depth = int(proposal.depths.expand(len(proposal.sizes), -1)[index, : int(proposal.sizes[index])].max())
-    result.trace.append(Verify(depth, kept, len(new), tuple(accepted.overlaps[: len(new)]), tuple(hits)))
+    result.trace.append(Verify(depth, kept, len(new), tuple(accepted.overlaps[: len(new)]), hits))
+    return new
 
 
 def _padded_paths(accepted: list[rules.Accepted]) -> tuple[Tensor, Tensor]:
@@ -187,17 +221,17 @@ def speculative_decode(
     temperature: float = 0.0,
     max_new_tokens: int = 128,
     *,
-    top_k: int | None = None,
-    top_p: float | None = None,
     tree: Shape | None = None,
-    greedy_draft: bool = False,
     seed: int | None = None,
+    stop: Sequence[str] = (),
+    on_tokens: Callable[[int, list[int], int], None] | None = None,
+    **sampling: Any,
 ) -> Decoded:
     """Decode one prompt with a draft; the output follows the target's own distribution exactly.
 
     target: a `Target`, a `transformers` causal LM, or a path. draft: a `Drafter`, `DraftLM`, `EagleHead`, `transformers` causal LM,
     path of any of these, or None for plain decoding. prompt: text, token ids, or chat messages. tree: what to draft instead of a
-    chain of K. Raises UserError.
+    chain of K. sampling: further fields of `Sampler` (top_k, top_p, min_p, repetition_penalty …). Raises UserError.
     """
     target = as_target(target)
     result = decode(
@@ -205,9 +239,11 @@ def speculative_decode(
         as_drafter(draft, target),
         [prompt_ids(target, prompt)],
         shape=chain_shape(K) if tree is None else tree,
-        sampler=Sampler(temperature, top_k, top_p, greedy_draft),
+        sampler=Sampler(temperature, **sampling),
         max_new_tokens=max_new_tokens,
         seed=seed,
+        stop=stop,
+        on_tokens=on_tokens,
     )[0]
     if target.has_tokenizer:
         result.text = target.tokenizer.decode(result.tokens)

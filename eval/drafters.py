@@ -5,7 +5,6 @@ itself: entries of drafted tokens are dropped before the next proposal. Knows no
 """
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -41,40 +40,35 @@ class Committed:
         return Committed([self.tokens[row] for row in rows.tolist()], self.last[rows, :width], taps, counts)
 
 
-class Drafter(Protocol):
+class Drafter:
     """The contract of everything that drafts. `taps`: the target's block outputs that `propose` wants to see."""
 
-    taps: tuple[int, ...]
+    taps: tuple[int, ...] = ()
+    most_nodes: int = 0  # of a proposal that does not keep to the shape asked for
 
     def begin(self, batch: int, capacity: int) -> None:
         """Forget everything; expect `batch` rows of at most `capacity` tokens, drafted ones included."""
 
     def propose(self, committed: Committed, shape: Shape, sampler: Sampler) -> Proposal:
         """A tree of this shape, or a part of it, for every row."""
+        raise NotImplementedError
+
+    def observe(self, logits: Tensor) -> None:
+        """The target's logits [B, n, V] after every node of the last proposal, before any row is dropped."""
 
     def keep(self, rows: Tensor) -> None:
         """Only these of the active rows go on."""
 
 
-class NoDraft:
+class NoDraft(Drafter):
     """Proposes nothing: speculative decoding with it is plain decoding."""
-
-    taps: tuple[int, ...] = ()
-
-    def begin(self, batch: int, capacity: int) -> None:
-        pass
 
     def propose(self, committed: Committed, shape: Shape, sampler: Sampler) -> Proposal:
         return chain(_pending(committed)[:, None])
 
-    def keep(self, rows: Tensor) -> None:
-        pass
 
-
-class LMDrafter:
+class LMDrafter(Drafter):
     """A causal LM drafts. With the target itself it is the oracle, whose every token is accepted."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
@@ -124,7 +118,7 @@ class LMDrafter:
         self.cache.commit(path_ids, counts)
 
 
-class EagleDrafter:
+class EagleDrafter(Drafter):
     """An EAGLE head drafts: true features for what the target has read, its own states below that."""
 
     def __init__(self, head: EagleHead) -> None:
@@ -169,25 +163,17 @@ class EagleDrafter:
         self.cache.select(rows)
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Proposes what followed the most recent earlier occurrence of the text's last n tokens (n = 3, then 2, then 1)."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self, longest: int = 3) -> None:
         self.longest = longest
-
-    def begin(self, batch: int, capacity: int) -> None:
-        pass
 
     def propose(self, committed: Committed, shape: Shape, sampler: Sampler) -> Proposal:
         length = shape.depth
         found = [self._continuation(tokens, length) for tokens in committed.tokens]
         ids, sizes = _pad([[tokens[-1], *more] for tokens, more in zip(committed.tokens, found, strict=True)])
         return chain(ids, sizes)
-
-    def keep(self, rows: Tensor) -> None:
-        pass
 
     def _continuation(self, tokens: list[int], length: int) -> list[int]:
         for n in range(min(self.longest, len(tokens) - 1), 0, -1):
@@ -196,6 +182,24 @@ class PromptLookup:
                 if tokens[start : start + n] == suffix:
                     return tokens[start + n : start + n + length]
         return []
+
+
+class AlwaysWrong(Drafter):
+    """Drafts the successor of the target's own choice in the vocabulary, which greedy decoding never accepts. For tests."""
+
+    def __init__(self, target: LanguageModel) -> None:
+        self._oracle = LMDrafter(target)
+
+    def begin(self, batch: int, capacity: int) -> None:
+        self._oracle.begin(batch, capacity)
+
+    def propose(self, committed: Committed, shape: Shape, sampler: Sampler) -> Proposal:
+        best = self._oracle.propose(committed, shape, Sampler(0.0))
+        wrong = (best.tokens + 1) % self._oracle.model.vocabulary
+        return replace(best, tokens=torch.cat([best.tokens[:, :1], wrong[:, 1:]], dim=1))
+
+    def keep(self, rows: Tensor) -> None:
+        self._oracle.keep(rows)
 
 
 def cached_attention(cache: KVCache, visible: Tensor, positions: Tensor) -> Attend:

@@ -70,6 +70,7 @@ def _settings(colours: dict[str, str]) -> dict[str, object]:
         "axes.titlesize": 10.5,
         "axes.titleweight": "bold",
         "axes.titlelocation": "left",
+        "axes.facecolor": "none",
         "axes.edgecolor": ink,
         "axes.labelcolor": ink,
         "axes.spines.top": False,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from rich.table import Table
@@ -234,5 +235,6 @@ def _render(run: Path, results: list[Result], groups: list[tuple[str, list[Plot]
             (title, [(p.title, Markup(_uri(p.light)), Markup(_uri(p.dark))) for p in plots]) for title, plots in groups
         ],
         settings=resolved,
+        seed=(yaml.safe_load(resolved) or {}).get("seed"),
         machine=_facts(json.loads(machine)) if machine else [],
     )

@@ -1,10 +1,12 @@
 """Acceptance rules: which drafted tokens stay, and which token follows them. Pure functions of one row's tree, p, q and rng.
 
-All are lossless: the emitted tokens follow p exactly, whatever the drafter proposes. Knows nothing of models or caches.
+All but `typical` are lossless: the emitted tokens follow p exactly, whatever the drafter proposes. Knows nothing of models or
+caches.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -91,3 +93,31 @@ def rejection(
             return result
         result.path.append(accepted)
         node = accepted
+
+
+def typical(
+    tokens: Sequence[int], parents: Sequence[int], p: np.ndarray, epsilon: float, delta: float, rng: np.random.Generator
+) -> Accepted:
+    """Medusa's typical acceptance (arXiv 2401.10774, section 3.3.1). LOSSY: what is emitted does not follow p.
+
+    A drafted token x stays if p(x) > min(ε, δ · exp(−H(p))); of all paths of such tokens the longest is taken, and on a tie the
+    likeliest; the token after it is drawn from p.
+    """
+    children = children_of(parents)
+    entropy = -(p * np.log(np.maximum(p, np.finfo(float).tiny))).sum(-1)
+    threshold = np.minimum(epsilon, delta * np.exp(-entropy))
+    best: tuple[int, float, list[int]] = (0, 0.0, [0])
+    stack: list[tuple[float, list[int]]] = [(0.0, [0])]
+    while stack:
+        score, path = stack.pop()
+        best = max(best, (len(path) - 1, score, path), key=lambda found: found[:2])
+        node = path[-1]
+        for child in children[node]:
+            likelihood = p[node][tokens[child]]
+            if likelihood > threshold[node]:
+                stack.append((score + float(np.log(likelihood)), [*path, child]))
+    path = best[2]
+    overlaps = [float(p[node][tokens[child]]) for node, child in pairwise(path)]
+    if children[path[-1]]:
+        overlaps.append(0.0)
+    return Accepted(path, draw(p[path[-1]], rng.random()), overlaps)

@@ -11,13 +11,20 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
+from draftsmith.eval.tree import Proposal
 
 
-def processed(logits: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None) -> Tensor:
-    """Logits [..., V] → probabilities [..., V] in float64 after temperature (> 0), then top-k, then top-p.
+def processed(
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+) -> Tensor:
+    """Logits [..., V] → probabilities [..., V] in float64 after temperature (> 0), then top-k, then top-p, then min-p.
 
     top-k keeps the k largest logits and what ties with the last of them. top-p keeps the smallest set of likeliest tokens whose
-    mass reaches `top_p`.
+    mass reaches `top_p`. min-p keeps the tokens with at least `min_p` times the probability of the likeliest one.
     """
     z = logits.double() / temperature
     if top_k is not None and top_k < z.shape[-1]:
@@ -27,8 +34,9 @@ def processed(logits: Tensor, temperature: float, top_k: int | None = None, top_
         ordered, order = p.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
         p = torch.zeros_like(p).scatter(-1, order, ordered.masked_fill(before >= top_p, 0.0))
-        p = p / p.sum(-1, keepdim=True)
-    return p
+    if min_p is not None:
+        p = p.masked_fill(p < min_p * p.amax(-1, keepdim=True), 0.0)
+    return p / p.sum(-1, keepdim=True)
 
 
 def draw(p: np.ndarray, u: float) -> int:
@@ -42,13 +50,20 @@ def draw(p: np.ndarray, u: float) -> int:
 class Sampler:
     """Decoding settings plus one random stream per active row. temperature 0 is greedy decoding.
 
-    `greedy_draft` drafts the likeliest token at any temperature (a deterministic proposal).
+    repetition_penalty divides positive and multiplies negative logits of tokens in prompt or output (CTRL, arXiv 1909.05858);
+    presence_penalty is taken off the logits of tokens in the output. Both act on p as in plain decoding and not on q, which changes
+    how much is accepted and never what is emitted. `greedy_draft` drafts the likeliest token at any temperature (a deterministic
+    proposal). `typical` = (ε, δ) accepts as Medusa does, which is lossy.
     """
 
     temperature: float
     top_k: int | None = None
     top_p: float | None = None
     greedy_draft: bool = False
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    typical: tuple[float, float] | None = None
     streams: list[np.random.Generator] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -56,8 +71,11 @@ class Sampler:
             raise UserError(f"temperature {self.temperature}: must be 0 (greedy) or above")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k {self.top_k}: must be at least 1")
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise UserError(f"top_p {self.top_p}: must lie in (0, 1]")
+        for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
+            if share is not None and not 0.0 < share <= 1.0:
+                raise UserError(f"{name} {share}: must lie in (0, 1]")
+        if self.repetition_penalty <= 0:
+            raise UserError(f"repetition_penalty {self.repetition_penalty}: must be above 0 (1 is none)")
 
     @property
     def greedy(self) -> bool:
@@ -70,7 +88,36 @@ class Sampler:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """p, or q, of these logits at this temperature > 0."""
-        return processed(logits, self.temperature, self.top_k, self.top_p)
+        return processed(logits, self.temperature, self.top_k, self.top_p, self.min_p)
+
+    def penalised(self, logits: Tensor, texts: list[tuple[list[int], list[int]]], proposal: Proposal) -> Tensor:
+        """The target's logits [B, n, V] with the penalties that plain decoding would apply after each node's path.
+
+        texts: (prompt, output) of each row, the pending token included; below it, a path's own tokens are output too.
+        """
+        if self.repetition_penalty == 1.0 and self.presence_penalty == 0.0:
+            return logits
+        batch, _, size = logits.shape
+        below_root = proposal.visible.expand(batch, -1, -1).clone()
+        below_root[:, :, 0] = False
+        on_path = torch.zeros_like(logits).scatter_add_(
+            2, proposal.tokens[:, None].expand_as(below_root), below_root.to(logits)
+        )
+        written = torch.zeros(batch, 1, size, dtype=torch.bool)
+        given = torch.zeros(batch, 1, size, dtype=torch.bool)
+        for row, (prompt, output) in enumerate(texts):
+            given[row, 0, prompt] = True
+            written[row, 0, output] = True
+        written = written | (on_path > 0)
+        penalty = self.repetition_penalty
+        scaled = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits = torch.where(written | given, scaled, logits)
+        return logits - self.presence_penalty * written.to(logits)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether what is emitted follows the target's distribution."""
+        return self.typical is None or self.greedy
 
     @property
     def deterministic(self) -> bool:

@@ -23,6 +23,7 @@ from draftsmith.data.tokenizer import END
 from draftsmith.errors import UserError
 from draftsmith.progress import ticker
 from draftsmith.settings import Settings
+from draftsmith.train.bigram import count_bigrams, fit_bigrams
 from draftsmith.train.optim import MuonAdamW, compute_dtype, make_optimizer, schedule, set_learning_rate
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class ScratchSettings(Settings):
     """Shape and training of a target from scratch.
 
     vocabulary: entries of tokenizer, embedding and head; intermediate: of the gated MLP; context: positions;
+    bigram_epochs: passes over the pairs of tokens by which embedding and head start (`train.bigram`), 0 for none;
     tokens: seen in training, all epochs together; balance: a domain of n tokens is drawn with weight n^balance
     (1: as found, 0: all alike); warmup: share of the steps; clip: norm of the gradient, 0 for none; held_out_tokens:
     measured per domain.
@@ -49,7 +51,9 @@ class ScratchSettings(Settings):
     intermediate: int = Field(512, ge=1)
     context: int = Field(1024, ge=2)
     tied: bool = False
-    tokens: int = Field(420_000, ge=1)
+    bigram_epochs: int = Field(25, ge=0)
+    bigram_lr: float = Field(0.05, gt=0)
+    tokens: int = Field(400_000, ge=1)
     batch_tokens: int = Field(1024, ge=2)
     balance: float = Field(0.3, ge=0, le=1)
     matrix_lr: float = Field(0.02, gt=0)
@@ -114,6 +118,18 @@ def new_model(settings: ScratchSettings, tokenizer: Any, seed: int) -> "LlamaFor
     return model
 
 
+def _members(rows: Rows) -> dict[str, np.ndarray]:
+    """The row numbers of each domain."""
+    domain_of = np.asarray([rows.domain(index) for index in range(len(rows))])
+    return {domain: np.flatnonzero(domain_of == domain) for domain in rows.domains}
+
+
+def domain_shares(rows: Rows, balance: float) -> dict[str, float]:
+    """Each domain's share of what is trained: its tokens to the power of `balance`, over the sum of all domains'."""
+    weights = {domain: float(rows.lengths[own].sum()) ** balance for domain, own in _members(rows).items()}
+    return {domain: weight / sum(weights.values()) for domain, weight in weights.items()}
+
+
 def batch_plan(rows: Rows, settings: ScratchSettings, seed: int) -> list[list[int]]:
     """Row numbers of every step, fixed by the seed: rows drawn from the domains by their weights, until `tokens`.
 
@@ -121,12 +137,10 @@ def batch_plan(rows: Rows, settings: ScratchSettings, seed: int) -> list[list[in
     """
     rng = np.random.default_rng(seed)
     lengths = rows.lengths
-    domain_of = np.asarray([rows.domain(index) for index in range(len(rows))])
-    members = {domain: np.flatnonzero(domain_of == domain) for domain in rows.domains}
+    members = _members(rows)
     sizes = {domain: int(lengths[own].sum()) for domain, own in members.items()}
-    weights = np.asarray([sizes[domain] ** settings.balance for domain in rows.domains])
     drawn: list[np.ndarray] = []
-    for domain, share in zip(rows.domains, weights / weights.sum(), strict=True):
+    for domain, share in domain_shares(rows, settings.balance).items():
         budget, own = share * settings.tokens, members[domain]
         epochs = math.ceil(budget / sizes[domain])
         order = np.concatenate([rng.permutation(own) for _ in range(epochs)])
@@ -153,8 +167,7 @@ def held_out_loss(model: Any, rows: Rows, settings: ScratchSettings) -> dict[str
     """Mean -log p (nats per supervised token) of each domain, over its first `held_out_tokens` tokens."""
     lengths, losses = rows.lengths, {}
     device = next(model.parameters()).device
-    for domain in rows.domains:
-        own = np.asarray([index for index in range(len(rows)) if rows.domain(index) == domain])
+    for domain, own in _members(rows).items():
         own = own[: int(np.searchsorted(np.cumsum(lengths[own]), settings.held_out_tokens)) + 1]
         sums = [
             batch_loss(model, collate_rows([rows[index] for index in batch]).to(device))
@@ -191,6 +204,9 @@ def pretrain(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     started = time.monotonic()
+    if settings.bigram_epochs:
+        bigrams = count_bigrams(train, domain_shares(train, settings.balance), settings.vocabulary)
+        fit_bigrams(model, bigrams, settings.bigram_epochs, settings.bigram_lr, seed)
     steps, tokens = _train(model, train, settings, seed, partial / "training.jsonl", log)
     seconds = time.monotonic() - started
     model.eval()

@@ -9,9 +9,9 @@ from draftsmith import speculative_decode
 from draftsmith.errors import UserError
 from draftsmith.eval import decode as decoding
 from draftsmith.eval.decode import decode
-from draftsmith.eval.drafters import EagleDrafter, LMDrafter, NoDraft, PromptLookup
+from draftsmith.eval.drafters import AlwaysWrong, EagleDrafter, LMDrafter, NoDraft, PromptLookup
 from draftsmith.eval.sampling import Sampler
-from draftsmith.eval.tree import chain, chain_shape
+from draftsmith.eval.tree import chain_shape
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import new_eagle_head
 from draftsmith.models.kv import KVCache
@@ -19,27 +19,6 @@ from draftsmith.models.target import choose_taps
 from draftsmith.models.vocabulary import DraftVocabulary
 
 NO_EOS: frozenset[int] = frozenset()
-
-
-class AlwaysWrong:
-    """Drafts the neighbour of the target's own choice: nothing is ever accepted."""
-
-    taps: tuple[int, ...] = ()
-
-    def __init__(self, target):
-        self.oracle = LMDrafter(target)
-
-    def begin(self, batch, capacity):
-        self.oracle.begin(batch, capacity)
-
-    def keep(self, rows):
-        self.oracle.keep(rows)
-
-    def propose(self, committed, shape, sampler):
-        drafted = self.oracle.propose(committed, shape, Sampler(0.0))
-        return chain(
-            torch.cat([drafted.tokens[:, :1], (drafted.tokens[:, 1:] + 1) % self.oracle.model.vocabulary], dim=1)
-        )
 
 
 def drafters(target):
