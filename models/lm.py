@@ -55,6 +55,15 @@ class LanguageModel:
         """An empty cache for `batch` rows of at most `capacity` tokens each."""
         return KVCache(batch, capacity, self.blocks, self.device)
 
+    @property
+    def plain_head(self) -> Tensor | None:
+        """The output head's weight [V, W] if logits are no more than last · weightᵀ; None if there is a bias, scale or cap."""
+        module = self.model.get_output_embeddings()
+        shaped = any(
+            getattr(self.config, name, None) for name in ("logits_scaling", "logit_scale", "final_logit_softcapping")
+        )
+        return None if shaped or getattr(module, "bias", None) is not None else module.weight
+
     def head(self, last: Tensor) -> Tensor:
         """last [..., W] (after the final norm) → logits [..., V], with the model's own scale and soft-cap."""
         logits = self.model.get_output_embeddings()(last)

@@ -11,7 +11,7 @@ import torch
 from draftsmith.data.batches import Batch, collate_rows
 from draftsmith.data.rows import Row
 from draftsmith.models.target import Target
-from draftsmith.train.losses import acceptance, dense_teacher
+from draftsmith.train.losses import acceptance, dense_teacher, plain
 from draftsmith.train.objectives import Objective
 
 
@@ -42,6 +42,6 @@ class HeldOut:
             for k, (slots, logits) in enumerate(objective.predictions(batch)):
                 p = self.target.head(batch.last[objective.teacher_places(slots, k)]).float().softmax(-1)
                 p = p[:, objective.vocabulary.target_ids.to(p.device)]
-                accepted[k] += acceptance(logits, dense_teacher(p)).sum().cpu()
+                accepted[k] += plain(acceptance, logits, dense_teacher(p)).sum().cpu()
                 count[k] += len(logits)
         return (accepted / count.clamp(min=1)).tolist()

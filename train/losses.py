@@ -1,7 +1,8 @@
-"""Divergences between the target p and the draft q: pure functions of (draft logits, teacher), one value per position.
+"""Divergences between the target p and the draft q: pure functions, one value per position.
 
-Masks, weights and means live elsewhere. A teacher knows the probability of some tokens (of all, or of the k likeliest) and the
-total of the rest; none of these functions renormalises what it does not know. Notation: q = softmax(logits).
+Masks, weights and means live elsewhere. A teacher knows the probability of some tokens (of all, or of the k likeliest) and the total
+of the rest; none of these functions renormalises what it does not know. Each loss is written once, as a function of what p and q say of
+the listed tokens and of the rest (`Matched`); `plain` applies it to draft logits, `draftsmith.train.fused` to states and a head.
 """
 
 from collections.abc import Callable
@@ -17,12 +18,15 @@ TINY = 1e-30
 class Teacher:
     """The target's distribution at N positions.
 
-    ids [N, k]: draft ids of the tokens whose probability is known, −1 for those the draft cannot say. p [N, k]: their true
+    ids [N, k]: distinct draft ids of the tokens whose probability is known, −1 for those the draft cannot say. p [N, k]: their true
     probabilities. The rest, 1 − Σ p, is one bucket: any token not listed.
     """
 
     ids: Tensor
     p: Tensor
+
+    def __getitem__(self, rows: slice) -> "Teacher":
+        return Teacher(self.ids[rows], self.p[rows])
 
 
 def dense_teacher(p: Tensor) -> Teacher:
@@ -30,9 +34,22 @@ def dense_teacher(p: Tensor) -> Teacher:
     return Teacher(torch.arange(p.shape[-1], device=p.device).expand_as(p), p)
 
 
-def _log_q(logits: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """log q of the listed tokens [N, k] (0 where the draft cannot say them), p of those it can (0 elsewhere), log q of the
-    rest [N], and the target's mass on the rest [N] (0 where the draft has no other token: what is left there is rounding)."""
+@dataclass(frozen=True)
+class Matched:
+    """p and q where both are known. log_q, p [N, k]: of the listed tokens (both 0 where the draft cannot say them); log_q_rest,
+    rest [N]: of all others (both 0 where the draft has no other token: what is left of the target's mass there is rounding)."""
+
+    log_q: Tensor
+    p: Tensor
+    log_q_rest: Tensor
+    rest: Tensor
+
+
+Loss = Callable[[Matched], Tensor]
+
+
+def match(logits: Tensor, teacher: Teacher) -> Matched:
+    """Draft logits [N, V_d] and a teacher of the same positions, reduced to what losses need. q = softmax(logits)."""
     logits = logits.float()
     log_normaliser = logits.logsumexp(-1, keepdim=True)
     known = teacher.ids >= 0
@@ -40,62 +57,66 @@ def _log_q(logits: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor, Tensor, Te
     # One column more than the vocabulary takes the tokens that the draft cannot say.
     listed = torch.zeros(logits.shape[0], logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
     listed.scatter_(-1, torch.where(known, teacher.ids, logits.shape[1]), True)
-    listed = listed[:, :-1]
     # The dtype's minimum, not −∞: if every token is listed, the gradient here must be 0 and not NaN.
-    others = logits.masked_fill(listed, torch.finfo(logits.dtype).min)
-    complete = listed.all(-1)
+    others = logits.masked_fill(listed[:, :-1], torch.finfo(logits.dtype).min)
+    complete = known.sum(-1) == logits.shape[1]
     log_q_rest = torch.where(complete, 0.0, others.logsumexp(-1) - log_normaliser.squeeze(-1))
-    rest = (1.0 - teacher.p.sum(-1)).clamp(min=0.0)
-    return log_q, torch.where(known, teacher.p, 0.0), log_q_rest, torch.where(complete, 0.0, rest)
+    return Matched(log_q, torch.where(known, teacher.p, 0.0), log_q_rest, _rest(teacher, complete))
 
 
-def soft_cross_entropy(logits: Tensor, teacher: Teacher) -> Tensor:
-    """−Σ_v p(v) log q(v), the rest as one bucket: −r log q(rest). [N, V_d], Teacher → [N].
+def _rest(teacher: Teacher, complete: Tensor) -> Tensor:
+    return torch.where(complete, 0.0, (1.0 - teacher.p.sum(-1)).clamp(min=0.0))
+
+
+def soft_cross_entropy(m: Matched) -> Tensor:
+    """−Σ_v p(v) log q(v), the rest as one bucket: −r log q(rest). → [N].
 
     Its gradient in the logits is q − p, with the rest's mass spread as the draft's own tail spreads it. Tokens outside the
     draft's vocabulary add nothing: no draft can lower their cost, and their mass is not given to others.
     """
-    log_q, p, log_q_rest, rest = _log_q(logits, teacher)
-    return -(p * log_q).sum(-1) - rest * log_q_rest
+    return -(m.p * m.log_q).sum(-1) - m.rest * m.log_q_rest
 
 
-def forward_kl(logits: Tensor, teacher: Teacher) -> Tensor:
+def forward_kl(m: Matched) -> Tensor:
     """KL(p ‖ q) = Σ_v p log(p / q), the rest as one bucket: the soft cross-entropy less the teacher's entropy. → [N]."""
-    log_q, p, log_q_rest, rest = _log_q(logits, teacher)
-    log_p, log_rest = p.clamp(min=TINY).log(), rest.clamp(min=TINY).log()
-    return (p * (log_p - log_q)).sum(-1) + rest * (log_rest - log_q_rest)
+    listed = (m.p * (m.p.clamp(min=TINY).log() - m.log_q)).sum(-1)
+    return listed + m.rest * (m.rest.clamp(min=TINY).log() - m.log_q_rest)
 
 
-def acceptance(logits: Tensor, teacher: Teacher) -> Tensor:
+def acceptance(m: Matched) -> Tensor:
     """Σ_v min(p, q) over the listed tokens: the probability that a token drawn from q is accepted (Leviathan et al. 2023,
     Corollary 3.6); a lower bound if the teacher does not list all of them. → [N]."""
-    log_q, p, _, _ = _log_q(logits, teacher)
-    return torch.minimum(p, log_q.exp()).sum(-1)
+    return torch.minimum(m.p, m.log_q.exp()).sum(-1)
 
 
-def total_variation(logits: Tensor, teacher: Teacher) -> Tensor:
+def total_variation(m: Matched) -> Tensor:
     """½ Σ_v |p − q| = 1 − Σ_v min(p, q). → [N]."""
-    return 1.0 - acceptance(logits, teacher)
+    return 1.0 - acceptance(m)
 
 
-def negative_log_acceptance(logits: Tensor, teacher: Teacher) -> Tensor:
+def negative_log_acceptance(m: Matched) -> Tensor:
     """−log Σ_v min(p, q) (LK losses, arXiv 2602.23881). → [N]."""
-    return -acceptance(logits, teacher).clamp(min=1e-6).log()
+    return -acceptance(m).clamp(min=1e-6).log()
 
 
-def adaptive_kl_tv(logits: Tensor, teacher: Teacher, eta: float = 3.0) -> Tensor:
+def adaptive_kl_tv(m: Matched, eta: float = 3.0) -> Tensor:
     """λ KL + (1 − λ) TV with λ = exp(−η α), α the mean acceptance of these positions, without gradient (arXiv 2602.23881).
 
     KL leads while acceptance is low, where TV has no gradient to speak of; TV, which is acceptance itself, leads later. → [N].
     """
-    variation = total_variation(logits, teacher)
+    variation = total_variation(m)
     weight = torch.exp(-eta * (1.0 - variation.detach().mean()))
-    return weight * forward_kl(logits, teacher) + (1.0 - weight) * variation
+    return weight * forward_kl(m) + (1.0 - weight) * variation
 
 
-LOSSES: dict[str, Callable[[Tensor, Teacher], Tensor]] = {
+LOSSES: dict[str, Loss] = {
     "forward_kl": forward_kl,
     "total_variation": total_variation,
     "negative_log_acceptance": negative_log_acceptance,
     "adaptive_kl_tv": adaptive_kl_tv,
 }
+
+
+def plain(loss: Loss, logits: Tensor, teacher: Teacher) -> Tensor:
+    """A loss of draft logits [N, V_d]: the reference for `draftsmith.train.fused`. → [N]."""
+    return loss(match(logits, teacher))

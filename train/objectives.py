@@ -14,7 +14,8 @@ from draftsmith.errors import UserError
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import EagleHead
 from draftsmith.models.vocabulary import DraftVocabulary
-from draftsmith.train.losses import LOSSES, Teacher, acceptance
+from draftsmith.train.fused import head_loss
+from draftsmith.train.losses import LOSSES, Teacher, acceptance, match
 from draftsmith.train.rollout import rollout
 
 
@@ -39,7 +40,7 @@ class Objective(nn.Module):
         super().__init__()
         if loss not in LOSSES:
             raise UserError(f"loss {loss}: must be one of {', '.join(LOSSES)}")
-        self._loss: Callable[[Tensor, Teacher], Tensor] = LOSSES[loss]
+        self.loss = LOSSES[loss]
 
     def states(self, batch: Batch) -> Iterator[Tensor]:
         """The draft's states [B, T, H] of every rollout step."""
@@ -48,6 +49,10 @@ class Objective(nn.Module):
     def logits(self, states: Tensor) -> Tensor:
         """States [N, H] → draft logits [N, V_d]."""
         raise NotImplementedError
+
+    def head(self) -> tuple[Callable[[Tensor], Tensor], Tensor] | None:
+        """(f, W) if logits(states) = f(states) · Wᵀ, so that head and loss can be fused; None otherwise."""
+        return None
 
     def trained_slots(self, batch: Batch, k: int) -> Tensor:
         """bool [B, T]: the slots with a supervised prediction at rollout step k."""
@@ -69,17 +74,25 @@ class Objective(nn.Module):
             yield slots, self.logits(states[slots])
 
     def forward(self, batch: Batch) -> Sums:
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=batch.token_ids.device)
         accepted, count = [], []
-        for k, (slots, logits) in enumerate(self.predictions(batch)):
-            teacher = self._cached_teacher(batch, slots, k)
-            loss = loss + self.decay**k * self._loss(logits, teacher).sum()
-            with torch.no_grad():
-                accepted.append(acceptance(logits, teacher).sum())
-                count.append(slots.sum().float())
+        for k, states in enumerate(self.states(batch)):
+            slots = self.trained_slots(batch, k)
+            value, reached = self.head_loss(states[slots], self.cached_teacher(batch, slots, k))
+            loss = loss + self.decay**k * value
+            accepted.append(reached)
+            count.append(slots.sum().float())
         return Sums(loss, torch.stack(accepted), torch.stack(count))
 
-    def _cached_teacher(self, batch: Batch, slots: Tensor, k: int) -> Teacher:
+    def head_loss(self, states: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
+        """Σ of the loss and, without gradient, of the expected acceptance over states [N, H]."""
+        if (head := self.head()) is not None:
+            before, weight = head
+            return head_loss(before(states), weight, teacher, self.loss)
+        matched = match(self.logits(states), teacher)
+        return self.loss(matched).sum(), acceptance(matched).sum().detach()
+
+    def cached_teacher(self, batch: Batch, slots: Tensor, k: int) -> Teacher:
         if batch.teacher is None:
             raise UserError("the cache holds no distribution: cache it again with cache.k above 0")
         places = self.teacher_places(slots, k)
@@ -103,6 +116,10 @@ class DraftLMObjective(Objective):
     def logits(self, states: Tensor) -> Tensor:
         return self._draft.head(states)
 
+    def head(self) -> tuple[Callable[[Tensor], Tensor], Tensor] | None:
+        weight = self._draft.plain_head
+        return None if weight is None else (lambda states: states, weight)
+
 
 class EagleObjective(Objective):
     """An EAGLE head under training-time test: slot t at rollout step k predicts x_{t+2+k}."""
@@ -113,14 +130,17 @@ class EagleObjective(Objective):
         super().__init__(loss)
         if steps < 1:
             raise UserError(f"eagle.rollouts {steps}: must be at least 1 (1 is training without rollouts)")
-        self.head = head
+        self.eagle = head
         self.vocabulary = head.vocabulary
         self.steps, self.decay = steps, decay
 
     def states(self, batch: Batch) -> Iterator[Tensor]:
         if batch.taps is None:
             raise UserError("the cache holds no taps: cache it again with cache.taps set")
-        return rollout(self.head, batch.token_ids, batch.taps, self.steps)
+        return rollout(self.eagle, batch.token_ids, batch.taps, self.steps)
 
     def logits(self, states: Tensor) -> Tensor:
-        return self.head.logits(states)
+        return self.eagle.logits(states)
+
+    def head(self) -> tuple[Callable[[Tensor], Tensor], Tensor] | None:
+        return self.eagle.norm, self.eagle.lm_head.weight

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from kit import tiny_target
+
 from draftsmith.data.rows import Row
 from draftsmith.errors import UserError
 from draftsmith.eval import rules
 from draftsmith.eval.acceptance import EvalSettings, PlainRuns, evaluate, held_out_prompts
 from draftsmith.eval.drafters import LMDrafter
 from draftsmith.models.draft import DraftLM
-from kit import tiny_target
 
 SETTINGS = EvalSettings(K=3, prompts=4, prompt_tokens=6, max_new_tokens=12, batch=3, timed_prompts=1)
 
@@ -40,7 +41,12 @@ def test_every_result_has_the_documented_keys_and_states_identical():
     target = tiny_target()
     draft = LMDrafter(DraftLM.from_target_blocks(target, [0, 3]))
     results = evaluate(target, draft, prompts(target), SETTINGS, PlainRuns())
-    assert [(r["domain"], r["temperature"]) for r in results] == [("code", 0.0), ("code", 1.0), ("chat", 0.0), ("chat", 1.0)]
+    assert [(r["domain"], r["temperature"]) for r in results] == [
+        ("code", 0.0),
+        ("code", 1.0),
+        ("chat", 0.0),
+        ("chat", 1.0),
+    ]
     for result in results:
         assert (result["K"], result["tree"], result["prompts"]) == (3, "chain", 4)
         assert set(result["tokens_per_verify"]) == {"value", "low", "high", "count"}

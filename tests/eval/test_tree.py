@@ -5,6 +5,10 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit import tiny_target
+
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters import EagleDrafter, LMDrafter
 from draftsmith.eval.growth import grow
@@ -13,9 +17,6 @@ from draftsmith.eval.tree import Dynamic, Proposal, Static, chain_shape, level_s
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import new_eagle_head
 from draftsmith.models.vocabulary import DraftVocabulary
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kit import tiny_target
 
 
 @st.composite
@@ -73,9 +74,7 @@ def test_the_optimal_tree_is_as_good_as_any_tree_of_its_size():
     every = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth)]
 
     def closed(chosen):
-        return all(
-            (len(p) == 1 or p[:-1] in chosen) and (p[-1] == 0 or (*p[:-1], p[-1] - 1) in chosen) for p in chosen
-        )
+        return all((len(p) == 1 or p[:-1] in chosen) and (p[-1] == 0 or (*p[:-1], p[-1] - 1) in chosen) for p in chosen)
 
     for budget in range(1, 6):
         best = max(expected_accepted(c, profile) for c in itertools.combinations(every, budget) if closed(set(c)))

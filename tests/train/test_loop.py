@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
+from kit import tiny_rows, tiny_target
+
 from draftsmith.data.cache.build import build_cache
 from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.cache.reader import CacheReader
@@ -14,7 +16,6 @@ from draftsmith.models.eagle import EagleHead
 from draftsmith.train.distill import DistillSettings, distill
 from draftsmith.train.eagle import EagleTrainSettings, draft_vocabulary, train_eagle
 from draftsmith.train.loop import TrainSettings, batch_plan
-from kit import tiny_rows, tiny_target
 
 QUICK = {"tokens": 3000, "batch_tokens": 256, "validations": 3, "held_out_rows": 4, "log_every": 1}
 
@@ -65,7 +66,9 @@ def test_training_an_eagle_head_raises_acceptance_at_every_depth(made, tmp_path)
 def test_every_trained_tensor_moves(made, tmp_path):
     target, reader, rows = made
     train_eagle(target, reader, rows, EagleTrainSettings(rollouts=2, **QUICK), tmp_path / "a", seed=0)
-    start = train_eagle.__globals__["new_eagle_head"](target, reader.taps, draft_vocabulary(reader, target, None), seed=0)
+    start = train_eagle.__globals__["new_eagle_head"](
+        target, reader.taps, draft_vocabulary(reader, target, None), seed=0
+    )
     trained = EagleHead.load(tmp_path / "a", target)
     for name, tensor in start.state_dict().items():
         assert not torch.equal(tensor, trained.state_dict()[name]), name
@@ -86,6 +89,6 @@ def test_a_smaller_vocabulary_takes_the_most_frequent_supervised_tokens(made):
 
 def test_a_loss_that_is_not_finite_names_step_and_rows(made, tmp_path, monkeypatch):
     target, reader, rows = made
-    monkeypatch.setattr("draftsmith.train.objectives.LOSSES", {"forward_kl": lambda logits, teacher: logits.sum(-1) * np.nan})
+    monkeypatch.setattr("draftsmith.train.objectives.LOSSES", {"forward_kl": lambda m: m.log_q.sum(-1) * np.nan})
     with pytest.raises(UserError, match=r"nan at step 0, rows \["):
         distill(target, reader, rows, DistillSettings(**QUICK), tmp_path / "draft", seed=0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftsmith.train import losses
-from draftsmith.train.losses import LOSSES, Teacher, dense_teacher
+from draftsmith.train.losses import LOSSES, Teacher, dense_teacher, plain
 
 P = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.float64)
 Q = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64)
@@ -34,21 +34,21 @@ def top_k(p, k):
     ],
 )
 def test_each_loss_equals_its_closed_form(name, value):
-    assert LOSSES[name](Q.log(), dense_teacher(P)).item() == pytest.approx(value, rel=1e-5)
+    assert plain(LOSSES[name], Q.log(), dense_teacher(P)).item() == pytest.approx(value, rel=1e-5)
 
 
 def test_soft_cross_entropy_of_a_perfect_draft_is_the_teachers_entropy():
     """FAULTS 32."""
     _, p = random_case()
     entropy = -(p * p.log()).sum(-1)
-    torch.testing.assert_close(losses.soft_cross_entropy(p.log(), dense_teacher(p)), entropy)
-    torch.testing.assert_close(losses.forward_kl(p.log(), dense_teacher(p)), torch.zeros(6), atol=1e-6, rtol=0)
+    torch.testing.assert_close(plain(losses.soft_cross_entropy, p.log(), dense_teacher(p)), entropy)
+    torch.testing.assert_close(plain(losses.forward_kl, p.log(), dense_teacher(p)), torch.zeros(6), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_a_teacher_of_all_tokens_in_any_order_equals_the_dense_one(name):
     logits, p = random_case()
-    torch.testing.assert_close(LOSSES[name](logits, top_k(p, 11)), LOSSES[name](logits, dense_teacher(p)))
+    torch.testing.assert_close(plain(LOSSES[name], logits, top_k(p, 11)), plain(LOSSES[name], logits, dense_teacher(p)))
 
 
 @pytest.mark.parametrize("k", [1, 4])
@@ -58,14 +58,14 @@ def test_truncated_kl_is_the_kl_of_the_listed_tokens_and_one_bucket(k):
     p_k, q_k = p.gather(1, ids), q.gather(1, ids)
     p_b, q_b = torch.cat([p_k, 1 - p_k.sum(1, True)], 1), torch.cat([q_k, 1 - q_k.sum(1, True)], 1)
     torch.testing.assert_close(
-        losses.forward_kl(logits, top_k(p, k)), (p_b * (p_b / q_b).log()).sum(1), atol=1e-5, rtol=1e-4
+        plain(losses.forward_kl, logits, top_k(p, k)), (p_b * (p_b / q_b).log()).sum(1), atol=1e-5, rtol=1e-4
     )
 
 
 def test_the_gradient_of_truncated_kl_spreads_the_rest_as_the_drafts_own_tail():
     logits, p = random_case()
     logits.requires_grad_()
-    losses.forward_kl(logits, top_k(p, 3)).sum().backward()
+    plain(losses.forward_kl, logits, top_k(p, 3)).sum().backward()
     q = logits.detach().softmax(-1)
     ids = p.topk(3).indices
     tail = torch.ones_like(q).scatter(1, ids, 0.0) * q
@@ -80,17 +80,19 @@ def test_the_gradient_of_truncated_kl_spreads_the_rest_as_the_drafts_own_tail():
 def test_gradients_match_finite_differences(name, k):
     logits, p = random_case(n=2)
     if name == "adaptive_kl_tv":
-        weight = math.exp(-3 * float(losses.acceptance(logits, top_k(p, k)).mean()))
+        weight = math.exp(-3 * float(plain(losses.acceptance, logits, top_k(p, k)).mean()))
 
         def f(z):
-            return weight * losses.forward_kl(z, top_k(p, k)) + (1 - weight) * losses.total_variation(z, top_k(p, k))
+            return weight * plain(losses.forward_kl, z, top_k(p, k)) + (1 - weight) * plain(
+                losses.total_variation, z, top_k(p, k)
+            )
     else:
 
         def f(z):
-            return LOSSES[name](z, top_k(p, k))
+            return plain(LOSSES[name], z, top_k(p, k))
 
     z = logits.clone().requires_grad_()
-    LOSSES[name](z, top_k(p, k)).sum().backward()
+    plain(LOSSES[name], z, top_k(p, k)).sum().backward()
     step = 1e-2
     for i in range(11):
         e = torch.zeros(2, 11)
@@ -103,8 +105,8 @@ def test_mass_that_the_draft_cannot_say_is_lost_acceptance_and_is_not_given_to_o
     p = torch.tensor([[0.6, 0.3, 0.1]])
     teacher = Teacher(torch.tensor([[0, -1, 1]]), p)  # the draft has tokens 0 and 1; the target's second one is outside
     logits = torch.tensor([[0.8, 0.2]]).log()
-    assert losses.acceptance(logits, teacher).item() == pytest.approx(0.7)
-    assert losses.soft_cross_entropy(logits, teacher).item() == pytest.approx(
+    assert plain(losses.acceptance, logits, teacher).item() == pytest.approx(0.7)
+    assert plain(losses.soft_cross_entropy, logits, teacher).item() == pytest.approx(
         -0.6 * math.log(0.8) - 0.1 * math.log(0.2)
     )
 
@@ -114,7 +116,7 @@ def test_extreme_logits_give_finite_values_and_gradients():
         for k in (1, 3):
             logits = torch.tensor([[200.0, -200.0, 0.0], [0.0, 0.0, 0.0]], requires_grad=True)
             p = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
-            value = loss(logits, top_k(p, k))
+            value = plain(loss, logits, top_k(p, k))
             value.sum().backward()
             assert torch.isfinite(value).all(), name
             assert torch.isfinite(logits.grad).all(), name

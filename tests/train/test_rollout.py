@@ -11,6 +11,7 @@ from draftsmith.eval.tree import chain_shape
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import new_eagle_head
 from draftsmith.models.vocabulary import DraftVocabulary
+from draftsmith.train.losses import plain
 from draftsmith.train.objectives import DraftLMObjective, EagleObjective
 from draftsmith.train.rollout import rollout
 
@@ -120,7 +121,7 @@ def per_slot_losses(objective, batch):
     result = []
     for k, (slots, logits) in enumerate(objective.predictions(batch)):
         values = torch.full(slots.shape, float("nan"))
-        values[slots] = objective._loss(logits, objective._cached_teacher(batch, slots, k))
+        values[slots] = plain(objective.loss, logits, objective.cached_teacher(batch, slots, k))
         result.append(values)
     return torch.stack(result)
 
