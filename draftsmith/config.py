@@ -20,11 +20,10 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.corpus import DataSettings
 from draftsmith.errors import UserError
-from draftsmith.eval.acceptance import EvalSettings
+from draftsmith.eval.settings import EvalSettings
 from draftsmith.settings import Settings
-from draftsmith.train.distill import DistillSettings
-from draftsmith.train.eagle import EagleTrainSettings
 from draftsmith.train.pretrain import ScratchSettings
+from draftsmith.train.settings import DistillSettings, EagleTrainSettings
 
 #: Drafts that every run has; the names of `eagle` join them.
 BUILT_IN = ("untrained", "distilled", "prompt-lookup", "oracle")

@@ -5,41 +5,33 @@ somebody else's.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import numpy as np
-from pydantic import Field
 
-from draftsmith.data.rows import Row
 from draftsmith.errors import UserError
 from draftsmith.eval.decode import Decoded, decode
 from draftsmith.eval.drafters import Drafter, NoDraft
 from draftsmith.eval.metrics import metrics, ratio
 from draftsmith.eval.sampling import Sampler
+from draftsmith.eval.settings import EvalSettings
 from draftsmith.eval.tree import chain_shape
 from draftsmith.models.target import Target
-from draftsmith.settings import Settings
 
 
-class EvalSettings(Settings):
-    """What is decoded. prompts: per domain; prompt_tokens: how much of a held-out text is given; batch: prompts decoded at once
-    (the result does not depend on it); timed_prompts: per domain, decoded one at a time for the speed-up (0: not measured)."""
+class Text(Protocol):
+    """A prepared row, as far as a prompt is concerned. token_ids: int [T]; supervised: bool [T]."""
 
-    drafts: tuple[str, ...] = ("untrained", "distilled", "prompt-lookup", "oracle")
-    domains: tuple[str, ...] | None = None
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    K: int = Field(5, ge=1)
-    drafting: Literal["sampled", "greedy"] = "sampled"
-    top_k: int | None = Field(None, ge=1)
-    top_p: float | None = Field(None, gt=0, le=1)
-    prompts: int = Field(16, ge=1)
-    prompt_tokens: int = Field(48, ge=1)
-    max_new_tokens: int = Field(48, ge=1)
-    batch: int = Field(16, ge=1)
-    timed_prompts: int = Field(2, ge=0)
-    seed: int = Field(0, ge=0)
+    @property
+    def token_ids(self) -> np.ndarray: ...
+
+    @property
+    def supervised(self) -> np.ndarray: ...
+
+    @property
+    def domain(self) -> str: ...
 
 
 @dataclass
@@ -49,7 +41,7 @@ class PlainRuns:
     tokens: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
-def held_out_prompts(rows: Sequence[Row], settings: EvalSettings, context: int) -> dict[str, list[list[int]]]:
+def held_out_prompts(rows: Iterable[Text], settings: EvalSettings, context: int) -> dict[str, list[list[int]]]:
     """The first `prompts` usable held-out rows of each domain.
 
     A text's prompt is its first `prompt_tokens` tokens; a dialogue's is everything before its first answer. Raises UserError

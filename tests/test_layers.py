@@ -10,8 +10,6 @@ BASE = {"errors", "settings", "files", "progress"}
 STAGES = {"data", "models", "train", "eval"}
 #: folder -> the folders, or single modules, that it may import beside itself and the base modules
 ALLOWED = {"models": set(), "data": {"models.target"}, "eval": {"models"}, "train": {"models", "data", "eval"}}
-#: Where the code goes further than DESIGN: prompts are made from prepared rows, of which eval needs the type.
-EXCEPTIONS: set[tuple[str, str]] = {("eval/acceptance.py", "data.rows")}
 
 
 def imports(path: Path) -> set[str]:
@@ -47,7 +45,7 @@ def test_a_stage_imports_only_what_lies_below_it(folder: str) -> None:
         for module in imports(path)
         if not allowed(folder, module)
     }
-    assert wrong == {exception for exception in EXCEPTIONS if exception[0].startswith(f"{folder}/")}
+    assert not wrong
 
 
 def test_the_base_modules_import_nothing_of_draftsmith() -> None:

@@ -7,16 +7,9 @@ from draftsmith.data.rows import Rows
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.target import Target
 from draftsmith.train.held_out import HeldOut
-from draftsmith.train.loop import Log, Summary, TrainSettings, train
+from draftsmith.train.loop import Log, Summary, train
 from draftsmith.train.objectives import DraftLMObjective
-
-
-class DistillSettings(TrainSettings):
-    """blocks: which of the target's blocks the draft starts from; shape: sizes of a draft from scratch instead
-    (`transformers` config names, for example hidden_size)."""
-
-    blocks: tuple[int, ...] | None = None
-    shape: dict[str, int] | None = None
+from draftsmith.train.settings import DistillSettings
 
 
 def new_draft(target: Target, settings: DistillSettings, seed: int) -> DraftLM:

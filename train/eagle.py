@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from pydantic import Field
 
 from draftsmith.data.cache.reader import CacheReader
 from draftsmith.data.rows import Rows
@@ -11,20 +10,9 @@ from draftsmith.models.eagle import new_eagle_head
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
 from draftsmith.train.held_out import HeldOut
-from draftsmith.train.loop import Log, Summary, TrainSettings, train
+from draftsmith.train.loop import Log, Summary, train
 from draftsmith.train.objectives import EagleObjective
-
-
-class EagleTrainSettings(TrainSettings):
-    """rollouts: training-time-test steps; decay: weight of each step relative to the one before; draft_vocabulary: size V_d, the
-    most frequent supervised tokens (null: the whole vocabulary); head_from_target: start the output head from the target's rows."""
-
-    rollouts: int = Field(5, ge=1)
-    decay: float = Field(1.0, gt=0)
-    layers: int = Field(1, ge=1)
-    intermediate: int | None = Field(None, ge=1)
-    draft_vocabulary: int | None = Field(None, ge=1)
-    head_from_target: bool = True
+from draftsmith.train.settings import EagleTrainSettings
 
 
 def draft_vocabulary(reader: CacheReader, target: Target, size: int | None) -> DraftVocabulary:

@@ -10,44 +10,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from pydantic import Field
 
 from draftsmith.data.batches import Batch, collate, length_buckets
 from draftsmith.data.cache.reader import CacheReader
 from draftsmith.errors import UserError
 from draftsmith.progress import ticker
-from draftsmith.settings import Settings
 from draftsmith.train.held_out import HeldOut
 from draftsmith.train.objectives import Objective, Sums
 from draftsmith.train.optim import compute_dtype, make_optimizer, schedule, set_learning_rate
+from draftsmith.train.settings import TrainSettings
 
 Log = Callable[[dict[str, float], int], None]
-
-
-class TrainSettings(Settings):
-    """How a draft is trained.
-
-    tokens: how many cached tokens it sees in all (rows come again in a new order each epoch); warmup: share of the steps; clip:
-    norm of the gradient, 0 for none; validations: how often held-out acceptance is measured, on held_out_rows rows.
-    """
-
-    loss: Literal["forward_kl", "total_variation", "negative_log_acceptance", "adaptive_kl_tv"] = "forward_kl"
-    tokens: int = Field(200_000, ge=1)
-    batch_tokens: int = Field(2048, ge=1)
-    accumulate: int = Field(1, ge=1)
-    matrix_lr: float = Field(0.02, gt=0)
-    other_lr: float = Field(0.002, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    warmup: float = Field(0.1, ge=0, le=1)
-    clip: float = Field(1.0, ge=0)
-    log_every: int = Field(10, ge=1)
-    validations: int = Field(4, ge=1)
-    held_out_rows: int = Field(12, ge=1)
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Divergences between the target p and the draft q: pure functions, one value per position.
 
-Masks, weights and means live elsewhere. A teacher knows the probability of some tokens (of all, or of the k likeliest) and the total
-of the rest; none of these functions renormalises what it does not know. Each loss is written once, as a function of what p and q say of
-the listed tokens and of the rest (`Matched`); `plain` applies it to draft logits, `draftsmith.train.fused` to states and a head.
+Masks, weights and means live elsewhere. A teacher knows the probability of some tokens (of all, or of the k likeliest) and the
+total of the rest; none of these functions renormalises what it does not know. Each loss is written once, as a function of what
+p and q say of the listed tokens and of the rest (`Matched`); `plain` applies it to logits, `draftsmith.train.fused` to states.
 """
 
 from collections.abc import Callable

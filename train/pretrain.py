@@ -38,6 +38,7 @@ class ScratchSettings(Settings):
 
     vocabulary: entries of tokenizer, embedding and head; intermediate: of the gated MLP; context: positions;
     bigram_epochs: passes over the pairs of tokens by which embedding and head start (`train.bigram`), 0 for none;
+    embedding_lr, other_lr: low, or training unlearns those pairs; without them about 0.03 and 0.006 are right;
     tokens: seen in training, all epochs together; balance: a domain of n tokens is drawn with weight n^balance
     (1: as found, 0: all alike); warmup: share of the steps; clip: norm of the gradient, 0 for none; held_out_tokens:
     measured per domain.
@@ -53,12 +54,12 @@ class ScratchSettings(Settings):
     tied: bool = False
     bigram_epochs: int = Field(25, ge=0)
     bigram_lr: float = Field(0.05, gt=0)
-    tokens: int = Field(400_000, ge=1)
+    tokens: int = Field(350_000, ge=1)
     batch_tokens: int = Field(1024, ge=2)
     balance: float = Field(0.3, ge=0, le=1)
     matrix_lr: float = Field(0.02, gt=0)
-    embedding_lr: float = Field(0.01, gt=0)
-    other_lr: float = Field(0.003, gt=0)
+    embedding_lr: float = Field(0.002, gt=0)
+    other_lr: float = Field(0.0006, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     warmup: float = Field(0.05, ge=0, le=1)
     clip: float = Field(1.0, ge=0)

@@ -7,8 +7,9 @@ from kit import tiny_target
 from draftsmith.data.rows import Row
 from draftsmith.errors import UserError
 from draftsmith.eval import rules
-from draftsmith.eval.acceptance import EvalSettings, PlainRuns, evaluate, held_out_prompts
+from draftsmith.eval.acceptance import PlainRuns, evaluate, held_out_prompts
 from draftsmith.eval.drafters import LMDrafter
+from draftsmith.eval.settings import EvalSettings
 from draftsmith.models.draft import DraftLM
 
 SETTINGS = EvalSettings(K=3, prompts=4, prompt_tokens=6, max_new_tokens=12, batch=3, timed_prompts=1)

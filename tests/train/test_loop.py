@@ -13,9 +13,10 @@ from draftsmith.data.cache.reader import CacheReader
 from draftsmith.errors import UserError
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import EagleHead
-from draftsmith.train.distill import DistillSettings, distill
-from draftsmith.train.eagle import EagleTrainSettings, draft_vocabulary, train_eagle
-from draftsmith.train.loop import TrainSettings, batch_plan
+from draftsmith.train.distill import distill
+from draftsmith.train.eagle import draft_vocabulary, train_eagle
+from draftsmith.train.loop import batch_plan
+from draftsmith.train.settings import DistillSettings, EagleTrainSettings, TrainSettings
 
 QUICK = {"tokens": 3000, "batch_tokens": 256, "validations": 3, "held_out_rows": 4, "log_every": 1}
 

@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from torch import nn
+
 from draftsmith.train.optim import (
     MuonAdamW,
     compute_dtype,
@@ -12,7 +14,6 @@ from draftsmith.train.optim import (
     schedule,
     set_learning_rate,
 )
-from torch import nn
 
 
 class Toy(nn.Module):

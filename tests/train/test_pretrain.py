@@ -133,6 +133,12 @@ def test_training_learns_its_rows_and_leaves_the_callers_random_state_alone(rows
     assert all(loss < 0.6 * math.log(152) for loss in result["held_out_loss"].values())
 
 
+def test_the_warm_start_from_pairs_lowers_the_loss_of_the_same_training(rows: Rows, tmp_path: Path) -> None:
+    cold = run(rows, tmp_path / "cold", bigram_epochs=0, tokens=300)["held_out_loss"]
+    warm = run(rows, tmp_path / "warm", bigram_epochs=60, tokens=300)["held_out_loss"]
+    assert all(warm[domain] < cold[domain] - 0.2 for domain in cold)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_folder_is_an_ordinary_transformers_model(rows: Rows, tmp_path: Path, tied: bool) -> None:
     logged: list[int] = []

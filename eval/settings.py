@@ -1,0 +1,26 @@
+"""What an evaluation can be told. Kept apart from the code that decodes, so that a config is read and checked without torch."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from draftsmith.settings import Settings
+
+
+class EvalSettings(Settings):
+    """What is decoded. prompts: per domain; prompt_tokens: how much of a held-out text is given; batch: prompts decoded at once
+    (the result does not depend on it); timed_prompts: per domain, decoded one at a time for the speed-up (0: not measured)."""
+
+    drafts: tuple[str, ...] = ("untrained", "distilled", "prompt-lookup", "oracle")
+    domains: tuple[str, ...] | None = None
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    K: int = Field(5, ge=1)
+    drafting: Literal["sampled", "greedy"] = "sampled"
+    top_k: int | None = Field(None, ge=1)
+    top_p: float | None = Field(None, gt=0, le=1)
+    prompts: int = Field(16, ge=1)
+    prompt_tokens: int = Field(48, ge=1)
+    max_new_tokens: int = Field(48, ge=1)
+    batch: int = Field(16, ge=1)
+    timed_prompts: int = Field(2, ge=0)
+    seed: int = Field(0, ge=0)

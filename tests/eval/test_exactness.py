@@ -1,0 +1,200 @@
+"""The law of what is decoded at T > 0: χ² over whole three-token continuations of models with five tokens.
+
+The target's own law is computed by enumeration. Each case draws 1,200 continuations and fails at p < 1e-6, so the whole file
+raises a false alarm about once in ten thousand runs. Planted wrong rules, with more draws, must all be caught.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from kit import tiny_model
+
+from draftsmith.eval import rules
+from draftsmith.eval.decode import decode
+from draftsmith.eval.drafters import EagleDrafter, LMDrafter, NoDraft, PromptLookup
+from draftsmith.eval.lookahead import Lookahead
+from draftsmith.eval.sampling import Sampler, draw
+from draftsmith.eval.tree import Dynamic, chain_shape, level_shape
+from draftsmith.models.draft import DraftLM
+from draftsmith.models.eagle import new_eagle_head
+from draftsmith.models.target import Target
+from draftsmith.models.vocabulary import DraftVocabulary
+
+V, LENGTH, PROMPT = 5, 3, [1, 2, 1, 2, 4, 1]
+FALSE_ALARM = 1e-6
+SHAPES = {"chain": chain_shape(3), "static": level_shape([2, 2]), "dynamic": Dynamic(2, 3, 5)}
+FILTERS = {"none": {}, "top-k": {"top_k": 2}, "top-p": {"top_p": 0.8}}
+
+
+def five_token_target(seed=0):
+    return Target(tiny_model(seed=seed, vocabulary=V, pad_token_id=0))
+
+
+def drafters(target):
+    full = DraftVocabulary.all_of(V)
+    part = DraftVocabulary(torch.tensor([0, 2, 3]), V)
+    head = new_eagle_head(target, (0, 1, 2), full)
+    small = new_eagle_head(target, (0, 1, 2), part)
+    return {
+        "draft LM": LMDrafter(DraftLM.from_target_blocks(target, [0, 3])),
+        "EAGLE-3": EagleDrafter(head),
+        "EAGLE-3 with three of five tokens": EagleDrafter(small),
+        "prompt lookup": PromptLookup(),
+        "lookahead": Lookahead(window=2, grams=3, candidates=3),
+        "oracle": LMDrafter(target),
+    }
+
+
+def enumerated_law(target, sampler):
+    """Probability of every continuation of `LENGTH` tokens, from the target alone."""
+    texts = list(itertools.product(range(V), repeat=LENGTH))
+    ids = torch.tensor([[*PROMPT, *text] for text in texts])
+    with torch.no_grad():
+        p = sampler.probabilities(target.forward(ids).logits)
+    law = [np.prod([p[i, len(PROMPT) - 1 + t, token] for t, token in enumerate(text)]) for i, text in enumerate(texts)]
+    return np.array(law)
+
+
+def observed_counts(target, drafter, shape, sampler, draws, seed):
+    out = decode(
+        target,
+        drafter,
+        [PROMPT] * draws,
+        shape=shape,
+        sampler=sampler,
+        max_new_tokens=LENGTH,
+        seed=seed,
+        eos_ids=frozenset(),
+    )
+    counts = np.zeros(V**LENGTH)
+    for result in out:
+        a, b, c = result.tokens
+        counts[(a * V + b) * V + c] += 1
+    return counts
+
+
+def p_value(counts, law):
+    """χ² test; outcomes expected less than five times share one cell. Impossible outcomes that occur give 0."""
+    expected = law * counts.sum()
+    if counts[expected == 0].any():
+        return 0.0
+    rare = expected < 5
+    observed_cells = np.append(counts[~rare], counts[rare].sum())
+    expected_cells = np.append(expected[~rare], expected[rare].sum())
+    if expected_cells[-1] == 0:
+        observed_cells, expected_cells = observed_cells[:-1], expected_cells[:-1]
+    statistic = ((observed_cells - expected_cells) ** 2 / expected_cells).sum()
+    freedom = max(len(observed_cells) - 1, 1)
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(statistic / 2.0)))
+
+
+@pytest.mark.parametrize("filtered", sorted(FILTERS))
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_every_drafter_emits_the_targets_law(shape, temperature, filtered):
+    target = five_token_target()
+    sampler = Sampler(temperature, **FILTERS[filtered])
+    law = enumerated_law(target, sampler)
+    assert law.sum() == pytest.approx(1.0)
+    for number, (name, drafter) in enumerate(drafters(target).items()):
+        counts = observed_counts(target, drafter, SHAPES[shape], sampler, 1200, seed=number)
+        assert p_value(counts, law) > FALSE_ALARM, name
+
+
+def test_plain_decoding_emits_the_targets_law():
+    target = five_token_target()
+    sampler = Sampler(1.0)
+    counts = observed_counts(target, NoDraft(), chain_shape(1), sampler, 5000, seed=1)
+    assert p_value(counts, enumerated_law(target, sampler)) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.8}, {"presence_penalty": 1.5}, {"min_p": 0.3}])
+def test_penalties_and_min_p_act_on_drafted_tokens_as_in_plain_decoding(options):
+    """Both are sampled: two-sample χ² of speculative against plain decoding, and against a law that ignores the option."""
+    target = five_token_target()
+    sampler = Sampler(1.0, **options)
+    plain = observed_counts(target, NoDraft(), chain_shape(1), sampler, 6000, seed=1)
+    law = (plain + 1e-9) / plain.sum()
+    for shape in SHAPES.values():
+        counts = observed_counts(target, LMDrafter(target), shape, sampler, 3000, seed=2)
+        both = plain + counts
+        kept = both > 15
+        share = np.array([plain.sum(), counts.sum()]) / both.sum()
+        statistic = sum(
+            (((x - both * s) ** 2 / (both * s))[kept]).sum() for x, s in zip((plain, counts), share, strict=True)
+        )
+        freedom = torch.tensor((kept.sum() - 1) / 2.0)
+        assert float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2.0))) > FALSE_ALARM
+    assert p_value(plain, enumerated_law(target, Sampler(1.0))) < FALSE_ALARM
+    assert law.sum() == pytest.approx(1.0, abs=1e-6)
+
+
+def wrong_rule(fault):
+    """`rules.rejection` with one fault planted."""
+
+    def rejection(tokens, parents, p, q, rng):
+        children, path, node = rules.children_of(parents), [0], 0
+        while True:
+            residual, proposal, accepted = p[node], q[node], None
+            for child in children[node]:
+                x = tokens[child]
+                chances = 2 if fault == "a token is tried twice" else 1
+                if any(rng.random() * proposal[x] < residual[x] for _ in range(chances)):
+                    accepted = child
+                    break
+                if fault == "no residual":
+                    pass
+                elif fault == "residual by softmax":
+                    shifted = np.exp(residual - proposal)
+                    residual = shifted / shifted.sum()
+                else:
+                    residual = np.maximum(residual - proposal, 0.0)
+                    residual = residual / residual.sum()
+                proposal = proposal.copy()
+                proposal[x] = 0.0
+                if fault != "q not renormalised":
+                    proposal /= proposal.sum()
+            if accepted is None:
+                bonus = not children[node]
+                law = q[path[-2]] if bonus and fault == "bonus from q" and len(path) > 1 else residual
+                return rules.Accepted(path, draw(law, rng.random()), [0.0] * len(path))
+            path.append(accepted)
+            node = accepted
+
+    return rejection
+
+
+FAULTS = ["no residual", "residual by softmax", "q not renormalised", "bonus from q", "a token is tried twice"]
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_a_planted_wrong_rule_is_caught_and_the_right_one_is_not(fault, monkeypatch):
+    target = five_token_target()
+    drafter = LMDrafter(DraftLM.from_target_blocks(target, [0, 3]))
+    sampler = Sampler(1.0)
+    law = enumerated_law(target, sampler)
+    shape = level_shape([3, 2]) if fault in (None, "q not renormalised") else chain_shape(2)
+    if fault is not None:
+        monkeypatch.setattr(rules, "rejection", wrong_rule(fault))
+    caught = p_value(observed_counts(target, drafter, shape, sampler, 12_000, seed=3), law) < FALSE_ALARM
+    assert caught == (fault is not None)
+
+
+def test_typical_acceptance_is_marked_lossy_and_is_lossy():
+    target = five_token_target()
+    sampler = Sampler(1.0, typical=(0.3, 0.09))
+    [out] = decode(
+        target,
+        LMDrafter(target),
+        [PROMPT],
+        shape=chain_shape(2),
+        sampler=sampler,
+        max_new_tokens=4,
+        eos_ids=frozenset(),
+    )
+    assert not out.lossless
+    draft = LMDrafter(DraftLM.from_target_blocks(target, [0, 3]))
+    counts = observed_counts(target, draft, chain_shape(2), sampler, 6000, seed=1)
+    assert p_value(counts, enumerated_law(target, Sampler(1.0))) < FALSE_ALARM
