@@ -26,6 +26,9 @@ from draftsmith.files import publish, publish_json
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
 
+# With this scale a slot's score for itself is 1.5² · √head_dim, far above those of other tokens.
+SELF_ATTENTION = 1.5
+
 # attend(layer, query [B, heads, n, d], key [B, kv_heads, n, d], value) -> [B, heads, n, d]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -219,14 +222,17 @@ def new_eagle_head(
     vocabulary: DraftVocabulary,
     *,
     layers: int = 1,
+    kv_heads: int | None = None,
     intermediate: int | None = None,
     head_from_target: bool = True,
+    sample_taps: Tensor | None = None,
     seed: int = 0,
 ) -> EagleHead:
     """A fresh head of the target's width, on the target's device.
 
     Weights are N(0, 0.02), the fusion starts as the mean of the taps plus that noise; the output head starts from the target's
-    rows for the draft's tokens (`head_from_target`), which is worth more than any choice of loss at small budgets.
+    rows for the draft's tokens (`head_from_target`), which is worth more than any choice of loss at small budgets; the layer starts
+    from the embedding (`start_from_embedding`) if `sample_taps` [n, A, W] are given and head_dim · heads is the width.
     """
     source = target.config
     heads = source.num_attention_heads
@@ -239,7 +245,7 @@ def new_eagle_head(
         taps=tuple(taps),
         layers=layers,
         heads=heads,
-        kv_heads=getattr(source, "num_key_value_heads", None) or heads,
+        kv_heads=kv_heads or getattr(source, "num_key_value_heads", None) or heads,
         head_dim=getattr(source, "head_dim", None) or target.width // heads,
         intermediate=intermediate or getattr(source, "intermediate_size", None) or 4 * target.width,
         norm_eps=getattr(source, "rms_norm_eps", 1e-6),
@@ -253,7 +259,33 @@ def new_eagle_head(
             if parameter.ndim == 2:
                 parameter.normal_(0.0, 0.02, generator=generator)
         if head_from_target:
-            head.lm_head.weight.copy_(
-                target.model.get_output_embeddings().weight[vocabulary.target_ids.to(target.device)].float().cpu()
-            )
+            rows = target.model.get_output_embeddings().weight[vocabulary.target_ids.to(target.device)].float().cpu()
+            head.lm_head.weight.copy_(rows)
+    if sample_taps is not None and config.heads * config.head_dim == target.width:
+        start_from_embedding(head, sample_taps)
     return head.to(target.device)
+
+
+@torch.no_grad()
+def start_from_embedding(head: EagleHead, taps: Tensor) -> None:
+    """Make an untrained head predict, at every rollout step, from the joined token alone: as its output head reads the embedding.
+
+    The head has no residual path from the embedding: it must learn to carry it through attention, which takes most of a small
+    training budget. So attention starts by looking at its own slot (query and key are one map of the normed embedding, and a slot
+    matches itself best), by passing the embedding on, and by taking the incoming feature off the residual, with features of rms 1:
+    x = g + (norm(e) − norm(g)) = norm(e), whose rms is 1 again. Value and output projection are the leading right singular vectors
+    of the output head: all of them if there are as many value dimensions as the width.
+
+    taps: [n, A, W], a sample of the target's, which sets the scale of the features.
+    """
+    config, attention = head.config, head.layers[0].self_attn
+    head.fc.weight /= head.fuse(taps[None]).pow(2).mean().sqrt()
+    basis = torch.linalg.svd(head.lm_head.weight, full_matrices=False).Vh[: config.kv_heads * config.head_dim]
+    embedding, feature = slice(0, config.target_width), slice(config.target_width, None)
+    groups = config.heads // config.kv_heads
+    queries = basis.view(config.kv_heads, 1, config.head_dim, -1).expand(-1, groups, -1, -1).reshape(-1, config.width)
+    attention.q_proj.weight[:, embedding] += SELF_ATTENTION * queries
+    attention.k_proj.weight[:, embedding] += SELF_ATTENTION * basis
+    attention.v_proj.weight[:, embedding] += basis
+    attention.v_proj.weight[:, feature] -= basis
+    attention.o_proj.weight += queries.T / groups

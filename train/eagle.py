@@ -29,6 +29,11 @@ def draft_vocabulary(reader: CacheReader, target: Target, size: int | None) -> D
     return DraftVocabulary.most_frequent(counts, size, special)
 
 
+def sample_taps(reader: CacheReader, rows: int = 8) -> torch.Tensor:
+    """Taps [n, A, W] of the first rows of the cache."""
+    return torch.cat([torch.from_numpy(reader[i].taps) for i in range(min(rows, len(reader)))])
+
+
 def train_eagle(
     target: Target,
     reader: CacheReader,
@@ -45,8 +50,10 @@ def train_eagle(
         taps,
         draft_vocabulary(reader, target, settings.draft_vocabulary),
         layers=settings.layers,
+        kv_heads=settings.kv_heads,
         intermediate=settings.intermediate,
         head_from_target=settings.head_from_target,
+        sample_taps=sample_taps(reader) if settings.embedding_start else None,
         seed=seed,
     )
     rows = [held_out[i] for i in range(min(settings.held_out_rows, len(held_out)))]

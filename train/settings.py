@@ -44,6 +44,8 @@ class EagleTrainSettings(TrainSettings):
     rollouts: int = Field(5, ge=1)
     decay: float = Field(1.0, gt=0)
     layers: int = Field(1, ge=1)
+    kv_heads: int | None = Field(None, ge=1)
     intermediate: int | None = Field(None, ge=1)
     draft_vocabulary: int | None = Field(None, ge=1)
     head_from_target: bool = True
+    embedding_start: bool = True
