@@ -13,7 +13,7 @@ STAGES := target prepare cache distill train-eagle eval-acceptance
 FIND_PYTHON = for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done
 
-.PHONY: help setup demo $(STAGES) plan show-mask report test lint format types clean
+.PHONY: help setup demo $(STAGES) plan show-mask report bench-decode test lint format types clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make STAGE             one of: $(STAGES); with CONFIG=FILE and ARGS=\"key.sub=value ...\""
 	@echo "make plan, show-mask   what would run, and prepared samples with their masks; with CONFIG=FILE"
 	@echo "make report RUN=DIR    rebuilds the report of a run"
+	@echo "make bench-decode      the decoder against transformers, trees, costs; on a finished demo"
 	@echo "make lint, types, format, setup, clean"
 
 setup: $(STAMP)
@@ -38,6 +39,9 @@ demo: setup
 
 $(STAGES) plan show-mask: setup
 	$(BIN)/draftsmith $@ $(CONFIG) $(ARGS)
+
+bench-decode: setup
+	$(BIN)/python benchmarks/decode.py $(RUN) $(ARGS)
 
 report: setup
 	$(BIN)/draftsmith report $(RUN)

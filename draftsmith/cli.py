@@ -184,3 +184,35 @@ def cache_verify(path: CachePath) -> None:
     from draftsmith.inspect_data import print_cache_damage
 
     print_cache_damage(path)
+
+
+@app.command()
+def chat(
+    target: Annotated[str, typer.Option(help="folder or hub name of the target")],
+    draft: Annotated[str | None, typer.Option(help="folder of a draft LM or EAGLE head; none: plain decoding")] = None,
+    k: Annotated[int, typer.Option("-K", "--k", min=1, help="tokens drafted per verify")] = 5,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 200,
+    seed: Annotated[int | None, typer.Option(help="makes sampled answers repeatable")] = None,
+) -> None:
+    """Chat at the terminal; accepted draft tokens are coloured by their depth. Ends with Ctrl-D."""
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+    from draftsmith.chat import chat as run_chat
+
+    console = Console()
+
+    def lines() -> Iterator[str]:
+        if not sys.stdin.isatty():
+            yield from sys.stdin
+            return
+        while True:
+            try:
+                yield console.input("[bold]> [/bold]")
+            except (EOFError, KeyboardInterrupt):
+                return
+
+    options = {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
+    run_chat(target, draft, lines, console, K=k, **options)

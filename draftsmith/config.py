@@ -22,8 +22,7 @@ from draftsmith.data.corpus import DataSettings
 from draftsmith.errors import UserError
 from draftsmith.eval.settings import EvalSettings
 from draftsmith.settings import Settings
-from draftsmith.train.pretrain import ScratchSettings
-from draftsmith.train.settings import DistillSettings, EagleTrainSettings
+from draftsmith.train.settings import DistillSettings, EagleTrainSettings, ScratchSettings
 
 #: Drafts that every run has; the names of `eagle` join them.
 BUILT_IN = ("untrained", "distilled", "prompt-lookup", "oracle")
@@ -114,8 +113,11 @@ class _Loader(yaml.SafeLoader):
     """YAML in which a key given twice is an error: the earlier value would be ignored without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for (key, _), name in zip(node.value, keys, strict=True):
+        written = [
+            key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"
+        ]  # `<<: *anchor` may be overridden
+        keys = [self.construct_object(key, deep=True) for key in written]
+        for key, name in zip(written, keys, strict=True):
             if keys.count(name) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"key {name!r} is given twice", key.start_mark)
         return super().construct_mapping(node, deep)

@@ -8,7 +8,8 @@ import torch
 from kit import tiny_rows, tiny_tokenizer
 
 from draftsmith.train.bigram import Bigrams, count_bigrams, fit_bigrams
-from draftsmith.train.pretrain import ScratchSettings, new_model
+from draftsmith.train.pretrain import new_model
+from draftsmith.train.settings import ScratchSettings
 
 SHARES = {"code": 0.5, "prose": 0.3, "chat": 0.2}
 

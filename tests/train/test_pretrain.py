@@ -18,7 +18,8 @@ from draftsmith.data.rows import Rows
 from draftsmith.errors import UserError
 from draftsmith.models.target import Target
 from draftsmith.train import pretrain as module
-from draftsmith.train.pretrain import ScratchSettings, batch_loss, batch_plan, model_config, new_model, pretrain
+from draftsmith.train.pretrain import batch_loss, batch_plan, model_config, new_model, pretrain
+from draftsmith.train.settings import ScratchSettings
 
 TINY: dict[str, Any] = {
     "vocabulary": 152, "width": 16, "blocks": 2, "heads": 4, "kv_heads": 2, "intermediate": 24, "context": 64,

@@ -1,0 +1,325 @@
+"""`make bench-decode`: the decoder against `transformers`, trees against chains, and predicted against measured speed.
+
+Everything is timed in this process, the sides in turn on every prompt; a ratio's interval is bootstrapped over prompts. Reads a
+finished run (runs/demo) and writes docs/studies/decode.json.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from draftsmith.data.rows import Rows
+from draftsmith.environment import describe_environment
+from draftsmith.eval.acceptance import held_out_prompts
+from draftsmith.eval.decode import Decoded, decode
+from draftsmith.eval.drafters import Drafter, EagleDrafter, LMDrafter, NoDraft
+from draftsmith.eval.metrics import metrics, ratio
+from draftsmith.eval.sampling import Sampler
+from draftsmith.eval.settings import EvalSettings
+from draftsmith.eval.tree import Dynamic, Shape, chain_shape, optimal_shape
+from draftsmith.files import publish_json
+from draftsmith.models.draft import DraftLM
+from draftsmith.models.eagle import EagleHead
+from draftsmith.models.target import Target
+
+sys.path.insert(0, str(Path(__file__).parent))
+from twin import heavy_twin
+
+K, TOKENS, TREE = 5, 48, 32
+
+
+class ForwardTimes:
+    """Adds up the seconds spent inside model forwards: calls of these (owner, method) pairs, nested ones once."""
+
+    def __init__(self, *methods: tuple[Any, str]) -> None:
+        self.seconds = 0.0
+        self._methods, self._inside = methods, False
+
+    def __enter__(self) -> "ForwardTimes":
+        for owner, name in self._methods:
+            setattr(owner, name, self._timed(getattr(owner, name)))
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for owner, name in self._methods:
+            delattr(owner, name)
+
+    def _timed(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return inner(*args, **kwargs)
+            self._inside, started = True, time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._inside = False
+                self.seconds += time.perf_counter() - started
+
+        return timed
+
+
+def forwards_of(drafter: Drafter) -> list[tuple[Any, str]]:
+    """The methods of a drafter's model that run it."""
+    if isinstance(drafter, LMDrafter):
+        return [(drafter.model, "forward"), (drafter.model, "head")]
+    assert isinstance(drafter, EagleDrafter)
+    return [(drafter.head, name) for name in ("fuse", "step", "logits")]
+
+
+class Study:
+    """Rows of the study, printed as they come."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, what: str, interval: dict[str, float], goal: float | None = None, **settings: Any) -> None:
+        row: dict[str, Any] = {"what": what, **interval, "settings": settings}
+        if goal is not None:
+            row |= {"goal": f">= {goal}", "met": interval["value"] >= goal}
+        self.rows.append(row)
+        bounds = f" [{interval['low']:.3f}, {interval['high']:.3f}]" if "low" in interval else ""
+        print(
+            f"{what}: {interval['value']:.3f}{bounds} {settings} {row.get('goal', '')} {row.get('met', '')}", flush=True
+        )
+
+
+def ours(target: Target, drafter: Drafter, text: list[int], shape: Shape) -> Decoded:
+    return decode(
+        target, drafter, [text], shape=shape, sampler=Sampler(0.0), max_new_tokens=TOKENS, eos_ids=frozenset()
+    )[0]
+
+
+def transformers_greedy(target: Target, text: list[int], assistant: Any = None) -> list[int]:
+    options: dict[str, Any] = {"assistant_model": assistant} if assistant is not None else {}
+    out = target.model.generate(
+        torch.tensor([text]),
+        attention_mask=torch.ones(1, len(text), dtype=torch.long),
+        max_new_tokens=TOKENS,
+        min_new_tokens=TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+        **options,
+    )
+    return out[0, len(text) :].tolist()
+
+
+def paired(
+    texts: list[list[int]], sides: dict[str, Callable[[list[int]], list[int]]], rounds: int = 2
+) -> dict[str, np.ndarray]:
+    """Seconds of each side per prompt (the best of `rounds`), the sides in turn. Raises if their tokens differ."""
+    best = {name: np.full(len(texts), np.inf) for name in sides}
+    for _ in range(rounds):
+        for i, text in enumerate(texts):
+            outputs = []
+            for name, run in sides.items():
+                started = time.perf_counter()
+                outputs.append(run(text))
+                best[name][i] = min(best[name][i], time.perf_counter() - started)
+            if any(output != outputs[0] for output in outputs):
+                raise RuntimeError(f"prompt {i}: {list(sides)} give different tokens")
+    return best
+
+
+def against_transformers(
+    study: Study, name: str, target: Target, draft: DraftLM, texts: list[list[int]], goals: tuple[float, float]
+) -> None:
+    assistant = draft.model
+    assistant.generation_config.num_assistant_tokens = K
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    chain = chain_shape(K)
+    seconds = paired(
+        texts,
+        {
+            "plain": lambda text: ours(target, NoDraft(), text, chain).tokens,
+            "generate": lambda text: transformers_greedy(target, text),
+            "chain": lambda text: ours(target, LMDrafter(draft), text, chain).tokens,
+            "assisted": lambda text: transformers_greedy(target, text, assistant),
+        },
+    )
+    settings = {"target": name, "K": K, "prompts": len(texts), "tokens": TOKENS, "temperature": 0.0}
+    study.add(
+        "plain decoding, tokens/s, ours over generate",
+        ratio(seconds["generate"], seconds["plain"]),
+        goals[1],
+        **settings,
+    )
+    study.add(
+        "chain, tokens/s, ours over assisted generation",
+        ratio(seconds["assisted"], seconds["chain"]),
+        goals[0],
+        **settings,
+    )
+
+
+def speed(
+    study: Study, name: str, target: Target, drafters: dict[str, Drafter], texts: list[list[int]], goal: float | None
+) -> None:
+    """Measured speed-up over plain decoding, what the costs predict, and the time spent outside model forwards."""
+    chain = chain_shape(K)
+    verify_cost = cost_of_verify(target, texts[0])
+    for draft, drafter in drafters.items():
+        seconds = paired(
+            texts,
+            {
+                "plain": lambda text: ours(target, NoDraft(), text, chain).tokens,
+                "drafted": lambda text, d=drafter: ours(target, d, text, chain).tokens,
+            },
+        )
+        measured = ratio(seconds["plain"], seconds["drafted"])
+        settings = {"target": name, "draft": draft, "K": K, "domain": "code", "temperature": 0.0}
+        study.add("speed-up over plain decoding", measured, goal, **settings)
+        verify_time, draft_time = ForwardTimes((target, "forward")), ForwardTimes((drafter, "propose"))
+        with verify_time, draft_time:
+            results = [ours(target, drafter, text, chain) for text in texts]
+        verifies = sum(len(result.trace) for result in results)
+        tau = sum(len(result.tokens) for result in results) / verifies
+        c = draft_time.seconds / verifies / K / (float(np.median(seconds["plain"])) / TOKENS)
+        predicted = tau / (verify_cost[K + 1] / verify_cost[1] + K * c)
+        about = {
+            "draft_cost": round(c, 4),
+            "tokens_per_verify": round(tau, 3),
+            "predicted": round(predicted, 3),
+            **settings,
+        }
+        study.add("speed-up, measured over predicted", {"value": measured["value"] / predicted}, 0.9, **about)
+        inside = ForwardTimes((target, "forward"), *forwards_of(drafter))
+        with inside:
+            started = time.perf_counter()
+            for text in texts:
+                ours(target, drafter, text, chain)
+            total = time.perf_counter() - started
+        share = {"value": inside.seconds / total}
+        study.add("share of time inside model forwards", share, 0.95 if goal else None, **settings)
+
+
+def cost_of_verify(target: Target, text: list[int]) -> dict[int, float]:
+    """Median seconds of one target forward over n tree nodes behind a prompt, sizes in turn."""
+    sizes = (1, K + 1, 4, 8, 16, 32, 64)
+    seconds: dict[int, list[float]] = {n: [] for n in sizes}
+    with torch.inference_mode():
+        cache = target.new_cache(1, len(text) + 80)
+        target.forward(torch.tensor([text]), cache=cache, want_logits=False)
+        cache.set_lengths(torch.tensor([len(text)]))
+        for turn in range(12):
+            for n in sizes:
+                started = time.perf_counter()
+                target.forward(torch.full((1, n), 7), cache=cache)
+                if turn > 1:
+                    seconds[n].append(time.perf_counter() - started)
+    return {n: float(np.median(values)) for n, values in seconds.items()}
+
+
+def trees(study: Study, target: Target, drafter: Drafter, texts: list[list[int]]) -> None:
+    """Tokens per verify of a chain, the best static tree for the head's own profile, and EAGLE-2's dynamic tree."""
+    depth = 6
+    wide = Dynamic(8, depth, 63)  # wide enough to see at which rank the target's choice stands
+    profile = rank_profile(target, drafter, texts[: len(texts) // 2], wide)
+    held = texts[len(texts) // 2 :]
+    shapes: dict[str, Shape] = {
+        f"chain of {depth}": chain_shape(depth),
+        f"static tree of {TREE}": optimal_shape(profile, TREE),
+        f"dynamic tree of {TREE}": Dynamic(8, depth, TREE),
+    }
+    found = {}
+    for temperature in (0.0, 1.0):
+        for name, shape in shapes.items():
+            results = decode(
+                target,
+                drafter,
+                held,
+                shape=shape,
+                sampler=Sampler(temperature),
+                max_new_tokens=TOKENS,
+                eos_ids=frozenset(),
+                seed=0,
+            )
+            found[name, temperature] = results
+            tau = metrics([result.trace for result in results], depth)["tokens_per_verify"]
+            study.add(
+                "tokens per verify",
+                tau,
+                draft="eagle3",
+                tree=name,
+                depth=depth,
+                temperature=temperature,
+                prompts=len(held),
+            )
+        base, static, dynamic = (found[name, temperature] for name in shapes)
+        for what, a, b in (("dynamic tree over chain", dynamic, base), ("dynamic over static tree", dynamic, static)):
+            verifies = [np.array([float(len(r.trace)) for r in side]) for side in (b, a)]
+            study.add(f"tokens per verify, {what}", ratio(*verifies), 1.0, temperature=temperature, nodes=TREE)
+
+
+def rank_profile(target: Target, drafter: Drafter, texts: list[list[int]], shape: Dynamic) -> list[list[float]]:
+    """profile[d][r]: how often the child of rank r of an accepted node at depth d was the target's own choice (greedy)."""
+    hits = np.zeros((shape.depth, shape.width))
+    reached = np.zeros(shape.depth)
+    inner = drafter.propose
+
+    def record(committed: Any, asked: Shape, sampler: Sampler) -> Any:
+        proposal = inner(committed, asked, sampler)
+        record.last = proposal
+        return proposal
+
+    drafter.propose = record
+    observe = drafter.observe
+
+    def look(logits: torch.Tensor) -> None:
+        tokens, parents = record.last.tokens[0].tolist(), record.last.parents[0].tolist()
+        best, node, depth = logits[0].argmax(-1).tolist(), 0, 0
+        while depth < shape.depth and any(parent == node for parent in parents):
+            children = [i for i, parent in enumerate(parents) if parent == node]
+            reached[depth] += 1
+            match = [i for i in children if tokens[i] == best[node]]
+            if not match:
+                break
+            hits[depth, children.index(match[0])] += 1
+            node, depth = match[0], depth + 1
+
+    drafter.observe = look
+    for text in texts:
+        ours(target, drafter, text, shape)
+    drafter.propose, drafter.observe = inner, observe
+    return (hits / np.maximum(reached, 1)[:, None]).tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, nargs="?", default=Path("runs/demo"))
+    parser.add_argument("--prompts", type=int, default=8, help="for times; trees take eight times as many")
+    arguments = parser.parse_args()
+    run, study = arguments.run, Study()
+    target = Target.load(run / "target")
+    twin = heavy_twin(target)
+    rows = Rows.open(run / "rows", "held_out")
+    settings = EvalSettings(domains=("code",), prompts=8 * arguments.prompts, max_new_tokens=TOKENS)
+    texts = held_out_prompts(rows, settings, target.context)["code"]
+    draft = DraftLM.load(run / "draft" / "distilled", target)
+    head = EagleHead.load(run / "eagle" / "eagle3", target)
+    few = texts[: arguments.prompts]
+    against_transformers(study, "demo target", target, draft, few, (1.3, 1.0))
+    against_transformers(study, "heavy twin", twin, draft, few[:4], (1.05, 1.0))
+    speed(study, "demo target", target, {"distilled": LMDrafter(draft), "eagle3": EagleDrafter(head)}, few, None)
+    speed(study, "heavy twin", twin, {"distilled": LMDrafter(draft), "eagle3": EagleDrafter(head)}, few[:4], 1.8)
+    for name, model in (("demo target", target), ("heavy twin", twin)):
+        cost = cost_of_verify(model, texts[0])
+        for n, seconds in sorted(cost.items()):
+            study.add(
+                "verify_cost", {"value": seconds / cost[1]}, target=name, nodes=n, milliseconds=round(1000 * seconds, 2)
+            )
+    trees(study, target, EagleDrafter(head), texts)
+    publish_json(
+        Path("docs/studies/decode.json"),
+        {"environment": describe_environment(), "command": "make bench-decode", "rows": study.rows},
+    )
+
+
+if __name__ == "__main__":
+    main()
