@@ -214,5 +214,4 @@ def chat(
             except (EOFError, KeyboardInterrupt):
                 return
 
-    options = {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
-    run_chat(target, draft, lines, console, K=k, **options)
+    run_chat(target, draft, lines, console, K=k, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)

@@ -4,6 +4,7 @@
 Knows nothing of files, domains or metrics; it records what `draftsmith.eval.metrics` needs.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,7 +87,7 @@ def decode(
     seed: int | None = 0,
     names: Sequence[int] | None = None,
     eos_ids: frozenset[int] | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     on_tokens: Callable[[int, list[int], int], None] | None = None,
 ) -> list[Decoded]:
     """Decode every prompt until EOS, a stop string (kept) or `max_new_tokens`.
@@ -96,8 +97,11 @@ def decode(
     first `accepted` were drafted. Raises UserError for an empty prompt or one that does not fit the target's context.
     """
     _check(target, prompts, shape, max_new_tokens)
-    tokenizer = target.tokenizer if stop else None
-    ends = Ends(target.eos_ids if eos_ids is None else eos_ids, max_new_tokens, tuple(stop), tokenizer)
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "" in strings:
+        raise UserError("stop: an empty string ends every text; leave it out")
+    tokenizer = target.tokenizer if strings else None
+    ends = Ends(target.eos_ids if eos_ids is None else eos_ids, max_new_tokens, strings, tokenizer)
     results = [Decoded(list(prompt), lossless=sampler.lossless) for prompt in prompts]
     active = list(range(len(prompts)))
     sampler.start(seed, list(names) if names is not None else active)
@@ -223,7 +227,7 @@ def speculative_decode(
     *,
     tree: Shape | None = None,
     seed: int | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     on_tokens: Callable[[int, list[int], int], None] | None = None,
     **sampling: Any,
 ) -> Decoded:
@@ -266,14 +270,21 @@ def as_drafter(draft: Any, target: Target) -> Drafter:
         draft = EagleHead.load(folder, target) if _is_eagle(folder) else DraftLM.load(folder, target)
     if isinstance(draft, EagleHead):
         return EagleDrafter(draft)
-    if isinstance(draft, LanguageModel):
-        return LMDrafter(draft)
-    return draft if hasattr(draft, "propose") else LMDrafter(DraftLM(draft))
+    if isinstance(draft, Drafter):
+        return draft
+    model = draft if isinstance(draft, LanguageModel) else DraftLM(draft)
+    if model.vocabulary != target.vocabulary:
+        raise UserError(
+            f"the draft has {model.vocabulary} tokens, the target {target.vocabulary}: they must share a vocabulary"
+        )
+    return LMDrafter(model)
 
 
 def _is_eagle(folder: Path) -> bool:
-    config = folder / "config.json"
-    return config.is_file() and '"kind": "eagle3"' in config.read_text()
+    try:
+        return json.loads((folder / "config.json").read_text()).get("kind") == "eagle3"
+    except (OSError, ValueError, AttributeError):
+        return False  # whatever it is, loading it as a causal LM says what is wrong
 
 
 def prompt_ids(target: Target, prompt: str | Sequence[int] | Sequence[dict[str, str]]) -> list[int]:

@@ -146,9 +146,13 @@ class EagleDrafter(Drafter):
         )
         self.cache.set_lengths(self.cache.lengths + counts)
         self._states = _at_last(state, counts)[:, None]
-        proposal = grow(self, _pending(committed), self.head.logits(self._states[:, 0]), shape, sampler)
-        # A row without any feature yet, beside others that have some, drafts nothing.
-        return replace(proposal, sizes=torch.where(self.cache.lengths > 0, proposal.sizes, 1))
+        logits = self.head.logits(self._states[:, 0])
+        started = self.cache.lengths > 0
+        if bool(started.all()):
+            return grow(self, _pending(committed), logits, shape, sampler)
+        # A row without any feature yet, beside others that have some, drafts nothing: as it would alone.
+        proposal = grow(self, _pending(committed), logits, shape, sampler.only(started.tolist()))
+        return replace(proposal, sizes=torch.where(started, proposal.sizes, 1))
 
     def extend(self, tokens: Tensor, parents: Tensor, visible: Tensor, depth: int) -> Tensor:
         state = self._states[torch.arange(len(tokens))[:, None], parents]

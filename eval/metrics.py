@@ -3,7 +3,8 @@
 Sums are kept per prompt and ratios are taken last, so that a number over many prompts weighs every verify alike. Knows traces only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -28,6 +29,18 @@ def ratio(numerators: np.ndarray, denominators: np.ndarray, seed: int = 0) -> In
     return {"value": float(numerators.sum() / total), "low": float(low), "high": float(high), "count": int(total)}
 
 
+def _reached(k: int, verify: Verify) -> bool:
+    return len(verify.hits) > k
+
+
+def _accepted_at(k: int, verify: Verify) -> bool:
+    return len(verify.hits) > k and verify.hits[k]
+
+
+def _survived(k: int, verify: Verify) -> bool:
+    return verify.accepted > k
+
+
 def metrics(traces: Sequence[Sequence[Verify]], K: int) -> dict[str, object]:
     """All metrics of one setting. traces: the verify steps of each prompt, at most K drafted tokens each.
 
@@ -37,8 +50,8 @@ def metrics(traces: Sequence[Sequence[Verify]], K: int) -> dict[str, object]:
     independent.
     """
 
-    def per_prompt(of: "object") -> np.ndarray:
-        return np.array([sum(of(v) for v in trace) for trace in traces], dtype=float)  # type: ignore[operator]
+    def per_prompt(of: Callable[[Verify], float]) -> np.ndarray:
+        return np.array([sum(of(v) for v in trace) for trace in traces], dtype=float)
 
     verifies = per_prompt(lambda v: 1)
     alpha = ratio(per_prompt(lambda v: sum(v.overlaps)), per_prompt(lambda v: len(v.overlaps)))
@@ -48,11 +61,8 @@ def metrics(traces: Sequence[Sequence[Verify]], K: int) -> dict[str, object]:
         "alpha": alpha,
         "acceptance_rate": ratio(per_prompt(lambda v: v.accepted), per_prompt(lambda v: v.drafted)),
         "tokens_per_verify": ratio(per_prompt(lambda v: v.emitted), verifies),
-        "n_alpha": [
-            ratio(per_prompt(lambda v, k=k: len(v.hits) > k and v.hits[k]), per_prompt(lambda v, k=k: len(v.hits) > k))
-            for k in range(K)
-        ],
-        "survival": [ratio(per_prompt(lambda v, k=k: v.accepted > k), verifies) for k in range(K)],
+        "n_alpha": [ratio(per_prompt(partial(_accepted_at, k)), per_prompt(partial(_reached, k))) for k in range(K)],
+        "survival": [ratio(per_prompt(partial(_survived, k)), verifies) for k in range(K)],
     }
     if alpha:
         result["tokens_per_verify_iid"] = expected_tokens(min(1.0, float(alpha["value"])), K)

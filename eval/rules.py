@@ -17,8 +17,9 @@ from draftsmith.eval.sampling import draw
 class Accepted:
     """path: node numbers from the root down, the root included; following: the token emitted after the last of them.
 
-    overlaps: for each drafted position that was reached, the probability that its token is accepted given its context:
-    Σ_v min(p, q) for a sampled token, the target's mass on the candidates for a deterministic one, 0 or 1 when greedy.
+    overlaps: for each drafted position that was reached, the probability that it is accepted given its context: Σ_v min(p, q) for
+    one sampled token, the target's mass on the candidates for deterministic ones; what happened (0 or 1) when greedy and for
+    several sampled tokens.
     """
 
     path: list[int]
@@ -87,6 +88,8 @@ def rejection(
                 proposal[x] = 0.0
                 proposal /= max(proposal.sum(), np.finfo(float).tiny)
             residual = remaining / remaining.sum()
+        if proposal is not None and len(children[node]) > 1:
+            result.overlaps[-1] = float(accepted is not None)
         if accepted is None:
             # All siblings rejected: the residual. No siblings at all (the end of the path): the target itself, a bonus token.
             result.following = draw(residual, rng.random())

@@ -4,7 +4,7 @@ One `Sampler` serves plain decoding, drafting and verifying, so that p is the sa
 its own random stream: what it emits depends neither on its neighbours in the batch nor on the order of the prompts.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -76,6 +76,11 @@ class Sampler:
                 raise UserError(f"{name} {share}: must lie in (0, 1]")
         if self.repetition_penalty <= 0:
             raise UserError(f"repetition_penalty {self.repetition_penalty}: must be above 0 (1 is none)")
+
+    def only(self, active: list[bool]) -> "Sampler":
+        """The same sampler, in which rows that are not active leave their random streams untouched."""
+        idle = np.random.default_rng(0)
+        return replace(self, streams=[s if on else idle for s, on in zip(self.streams, active, strict=True)])
 
     @property
     def greedy(self) -> bool:

@@ -50,10 +50,6 @@ class Static:
             tuple(i for i, parent in enumerate(self.parents) if parent == node) for node in range(len(self.parents))
         )
 
-    @property
-    def is_chain(self) -> bool:
-        return all(len(children) <= 1 for children in self.children)
-
 
 @dataclass(frozen=True)
 class Dynamic:

@@ -40,6 +40,11 @@ class DraftLM(LanguageModel):
     @classmethod
     def from_scratch(cls, target: Target, shape: dict[str, int], seed: int) -> "DraftLM":
         """A fresh model of the target's architecture with some sizes changed (`transformers` config names)."""
+        known = target.config.to_dict()
+        if wrong := [name for name in shape if name not in known or name == "vocab_size"]:
+            raise UserError(
+                f"distill.shape: {wrong[0]} is no size of a {target.config.model_type} draft that can be chosen"
+            )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return cls(_build(target, shape, None))
@@ -47,7 +52,7 @@ class DraftLM(LanguageModel):
     @classmethod
     def load(cls, folder: Path, target: Target) -> "DraftLM":
         """Read a draft from its folder. Raises UserError when its vocabulary is not the target's."""
-        draft = cls(load_model(str(folder)).to(target.device))
+        draft = cls(load_model(str(folder), str(target.dtype).removeprefix("torch.")).to(target.device))
         if draft.vocabulary != target.vocabulary:
             raise UserError(f"{folder}: the draft has {draft.vocabulary} tokens, the target {target.vocabulary}")
         return draft
@@ -65,7 +70,7 @@ def _build(target: Target, changes: dict[str, int], blocks: Sequence[int] | None
         values["layer_types"] = [kinds[i] for i in (range(count) if blocks is None else blocks)]
     try:
         config = type(target.config).from_dict(values)
-        return AutoModelForCausalLM.from_config(config).to(target.device)
+        return AutoModelForCausalLM.from_config(config).to(target.device).eval()
     except (ValueError, RuntimeError, ZeroDivisionError, IndexError, StrictDataclassError) as error:
         raise UserError(f"distill.shape: {changes} is not a possible shape ({str(error).splitlines()[0]})") from error
 

@@ -12,10 +12,11 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -35,7 +36,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """The head's shape. RoPE settings are the target's (`transformers`' `rope_parameters`)."""
+    """The head's shape. RoPE settings are the target's (`transformers`' `rope_parameters`); target_fingerprint: of the model whose
+    states it was made for ("": any of the right sizes)."""
 
     kind: str
     width: int
@@ -51,6 +53,7 @@ class EagleConfig:
     norm_eps: float
     rope_parameters: dict[str, Any]
     context: int
+    target_fingerprint: str = ""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads or self.head_dim % 2 or min(self.width, self.layers, self.intermediate) < 1:
@@ -154,6 +157,10 @@ class EagleHead(nn.Module):
         )
         self._embedding = [embedding]  # in a list, so that it is not registered: its weights belong to the target
 
+    @property
+    def first_layer(self) -> EagleLayer:
+        return cast(EagleLayer, self.layers[0])
+
     def fuse(self, taps: Tensor) -> Tensor:
         """The target's taps [B, n, A, W] → g [B, n, H], the feature of rollout step 0. Raises UserError on a misfit."""
         if taps.shape[2:] != (len(self.config.taps), self.config.target_width):
@@ -194,17 +201,22 @@ class EagleHead(nn.Module):
         """Read a head and attach it to its target. Raises UserError naming what is missing, extra or of another shape."""
         try:
             raw = json.loads((folder / "config.json").read_text())
+            config = EagleConfig(**{**raw, "taps": tuple(raw["taps"])})
             tensors = load_file(folder / "model.safetensors")
-        except OSError as error:
-            raise UserError(f"{folder}: not an EAGLE head ({error})") from error
-        config = EagleConfig(**{**raw, "taps": tuple(raw["taps"])})
+            d2t, _ = tensors.pop("d2t"), tensors.pop("t2d")
+        except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+            raise UserError(
+                f"{folder}: not a readable EAGLE head ({error}); make it again or name another folder"
+            ) from error
         if (config.target_width, config.target_vocabulary) != (target.width, target.vocabulary):
             raise UserError(
                 f"{folder}: made for a target of width {config.target_width} and {config.target_vocabulary} tokens, "
                 f"not {target.width} and {target.vocabulary}"
             )
-        d2t = tensors.pop("d2t")
-        tensors.pop("t2d")
+        if config.target_fingerprint not in ("", target.fingerprint()):
+            raise UserError(
+                f"{folder}: made for target {config.target_fingerprint}, not {target.fingerprint()}; train it again"
+            )
         vocabulary = DraftVocabulary(d2t + torch.arange(len(d2t)), config.target_vocabulary)
         head = cls(config, vocabulary, target.model.get_input_embeddings())
         expected = {k: v.shape for k, v in head.state_dict().items()}
@@ -213,7 +225,10 @@ class EagleHead(nn.Module):
             wrong = sorted(k for k in expected.keys() | found.keys() if expected.get(k) != found.get(k))
             raise UserError(f"{folder}/model.safetensors: missing, extra or of another shape: {', '.join(wrong)}")
         head.load_state_dict(tensors)
-        return head.to(device=target.device, dtype=target.dtype)
+        head = head.to(target.device)
+        for parameter in head.parameters():  # weights alone: RoPE's frequencies lose whole turns in half precision
+            parameter.data = parameter.data.to(target.dtype)
+        return head
 
 
 def new_eagle_head(
@@ -230,7 +245,7 @@ def new_eagle_head(
 ) -> EagleHead:
     """A fresh head of the target's width, on the target's device.
 
-    Weights are N(0, 0.02), the fusion starts as the mean of the taps plus that noise; the output head starts from the target's
+    Weights are N(0, 0.02); the output head starts from the target's
     rows for the draft's tokens (`head_from_target`), which is worth more than any choice of loss at small budgets; the layer starts
     from the embedding (`start_from_embedding`) if `sample_taps` [n, A, W] are given and head_dim · heads is the width.
     """
@@ -251,6 +266,7 @@ def new_eagle_head(
         norm_eps=getattr(source, "rms_norm_eps", 1e-6),
         rope_parameters=rope_of(target),
         context=target.context,
+        target_fingerprint=target.fingerprint(),
     )
     head = EagleHead(config, vocabulary, target.model.get_input_embeddings())
     generator = torch.Generator().manual_seed(seed)
@@ -278,9 +294,15 @@ def start_from_embedding(head: EagleHead, taps: Tensor) -> None:
 
     taps: [n, A, W], a sample of the target's, which sets the scale of the features.
     """
-    config, attention = head.config, head.layers[0].self_attn
+    config, attention = head.config, head.first_layer.self_attn
     head.fc.weight /= head.fuse(taps[None]).pow(2).mean().sqrt()
-    basis = torch.linalg.svd(head.lm_head.weight, full_matrices=False).Vh[: config.kv_heads * config.head_dim]
+    dims, rows = config.kv_heads * config.head_dim, head.lm_head.weight
+    if dims > min(rows.shape):
+        raise UserError(
+            f"EAGLE head: {dims} value dimensions need a draft vocabulary of at least as many tokens, not {len(rows)}"
+        )
+    # Eigenvectors of WᵀW, largest first: the right singular vectors, without decomposing a matrix as tall as the vocabulary.
+    basis = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :dims].T
     embedding, feature = slice(0, config.target_width), slice(config.target_width, None)
     groups = config.heads // config.kv_heads
     queries = basis.view(config.kv_heads, 1, config.head_dim, -1).expand(-1, groups, -1, -1).reshape(-1, config.width)

@@ -42,9 +42,27 @@ class Target(LanguageModel):
     """The frozen model p that drafts are trained to imitate and that decides what is accepted."""
 
     def __init__(self, model: Any, tokenizer: Any = None, path: str = "") -> None:
-        super().__init__(model.eval().requires_grad_(False))
+        super().__init__(model.eval())
         self._tokenizer = tokenizer
         self.path = path
+        self._check_conventions()
+
+    @torch.no_grad()
+    def _check_conventions(self) -> None:
+        """Refuse an architecture whose logits `head` does not reproduce, or whose attention cannot take a mask of ours."""
+        kind, attention = self.config.model_type, getattr(self.config, "_attn_implementation", "sdpa")
+        if attention not in ("sdpa", "eager"):
+            raise UserError(
+                f"{kind} with {attention} attention cannot verify token trees; load it with sdpa or eager attention"
+            )
+        if self.device.type == "meta":
+            return
+        ids = torch.arange(min(4, self.vocabulary), device=self.device)[None]
+        ours, its_own = self.forward(ids).logits, self.model(ids).logits
+        if ours is None or not torch.allclose(ours.float(), its_own.float(), atol=1e-3, rtol=1e-3):
+            raise UserError(
+                f"{kind}: its logits are not its output head applied to its last state; it is not supported yet"
+            )
 
     @classmethod
     def load(
@@ -52,7 +70,7 @@ class Target(LanguageModel):
     ) -> "Target":
         """Load weights and tokenizer from a folder or hub name. Raises UserError when either cannot be used; no pickles."""
         name = str(path)
-        model = load_model(name, dtype, trust_remote_code).to(device)
+        model = load_model(name, dtype, trust_remote_code).to(device).requires_grad_(False)
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:

@@ -16,12 +16,18 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from draftsmith.data.batches import Batch, TopK
 from draftsmith.data.corpus import DataSettings
 from draftsmith.data.rows import Row, Rows, write_rows
 from draftsmith.data.tokenizer import tokenizer_digest
+from draftsmith.models.draft import DraftLM
+from draftsmith.models.eagle import EagleHead, new_eagle_head
 from draftsmith.models.target import Target
+from draftsmith.models.vocabulary import DraftVocabulary
+from draftsmith.train.objectives import DraftLMObjective, EagleObjective, Objective
 
 WIDTH, BLOCKS, CONTEXT, WINDOW = 32, 4, 256, 8
+TAPS, STEPS = (0, 1, 2), 7
 FLAVOURS = ("plain", "tied", "padded-vocab", "gemma2", "mistral-window", "two-blocks", "three-blocks")
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;!?()[]{}'\"-+*/=<>_#@$%&|~^\\`\n\tÃ©"
 SENTENCES = (
@@ -134,3 +140,36 @@ def tiny_rows(folder: Path, lengths: Sequence[int], seed: int = 0, **settings: A
         rows.append(Row(ids, supervised, ("code", "prose", "chat")[index % 3], f"document-{index}"))
     write_rows(rows, Path(folder) / "rows" / "train", DataSettings(**settings), tokenizer_digest(tokenizer))
     return Rows.open(Path(folder) / "rows", "train")
+
+
+def a_head(target: Target, layers: int = 1) -> EagleHead:
+    """A random head whose weights are far from their start values, so that a missing one shows."""
+    head = new_eagle_head(target, TAPS, DraftVocabulary.all_of(target.vocabulary), layers=layers)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return head
+
+
+def a_batch(target: Target, lengths: Sequence[int], seed: int = 0, k: int = 5) -> Batch:
+    """Random rows with states and a top-k teacher of the target; the second half of each row is supervised."""
+    torch.manual_seed(seed)
+    T = max(lengths)
+    ids = torch.randint(6, 100, (len(lengths), T))
+    n = torch.tensor(lengths)
+    place = torch.arange(T)[None]
+    ids = torch.where(place < n[:, None], ids, 0)
+    with torch.no_grad():
+        out = target.forward(ids, TAPS)
+    log_probs, top = out.logits.log_softmax(-1).topk(k)
+    supervised = (place >= n[:, None] // 2) & (place < n[:, None])
+    return Batch(ids, supervised, n, out.taps, out.last, TopK(top, log_probs))
+
+
+def objectives(target: Target) -> list[Objective]:
+    """One of each kind of draft, untrained."""
+    return [
+        DraftLMObjective(DraftLM.from_target_blocks(target, [0, 3])),
+        EagleObjective(a_head(target), STEPS, 0.8),
+    ]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from draftsmith.data.cache.reader import CacheReader
 from draftsmith.data.rows import Rows
+from draftsmith.errors import UserError
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.target import Target
 from draftsmith.train.held_out import HeldOut
@@ -14,6 +15,8 @@ from draftsmith.train.settings import DistillSettings
 
 def new_draft(target: Target, settings: DistillSettings, seed: int) -> DraftLM:
     """The untrained start: from scratch if a shape is given, else cut out of the target (default: first and last block)."""
+    if settings.shape is not None and settings.blocks is not None:
+        raise UserError("distill: give blocks (cut out of the target) or shape (from scratch), not both")
     if settings.shape is not None:
         return DraftLM.from_scratch(target, settings.shape, seed)
     blocks = settings.blocks if settings.blocks is not None else sorted({0, target.blocks - 1})

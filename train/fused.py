@@ -25,15 +25,19 @@ class _HeadLoss(torch.autograd.Function):
         total, accepted = states.new_zeros((), dtype=torch.float32), states.new_zeros((), dtype=torch.float32)
         state_gradient = torch.empty_like(states)
         weight_gradient = torch.zeros_like(weight)
-        for start in range(0, states.shape[0], rows):
-            chunk = slice(start, start + rows)
-            logits = states[chunk] @ weight.mT
-            value, reached, gradient = _chunk(logits.float(), teacher[chunk], loss)
-            total += value
-            accepted += reached
-            gradient = gradient.to(weight.dtype)
-            torch.mm(gradient, weight, out=state_gradient[chunk])
-            weight_gradient.addmm_(gradient.mT, states[chunk])
+        # Autocast does not reach into a custom function: its dtype is used for the products, fp32 for all sums.
+        device = states.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        s, w = states.to(dtype), weight.to(dtype)
+        with torch.autocast(device, enabled=False):
+            for start in range(0, states.shape[0], rows):
+                chunk = slice(start, start + rows)
+                value, reached, gradient = _chunk((s[chunk] @ w.mT).float(), teacher[chunk], loss)
+                total += value
+                accepted += reached
+                gradient = gradient.to(dtype)
+                state_gradient[chunk] = gradient @ w
+                weight_gradient += gradient.mT @ s[chunk]
         ctx.save_for_backward(state_gradient, weight_gradient)
         ctx.mark_non_differentiable(accepted)
         return total, accepted

@@ -28,14 +28,16 @@ class HeldOut:
         batches = []
         with torch.no_grad():
             for row in rows:
-                batch = collate_rows([row])
+                batch = collate_rows([row]).to(target.device)
                 out = target.forward(batch.token_ids, tuple(taps), want_logits=False)
-                batches.append(replace(batch, last=out.last, taps=out.taps))
+                batches.append(replace(batch, last=out.last, taps=None if out.taps is None else out.taps.float()))
         return cls(target, batches)
 
     @torch.no_grad()
     def expected_acceptance(self, objective: Objective) -> list[float]:
         """Mean of Σ_v min(p, q) over the supervised positions, for each rollout step of the objective."""
+        training = objective.training
+        objective.eval()
         accepted, count = torch.zeros(objective.steps), torch.zeros(objective.steps)
         for batch in self.batches:
             assert batch.last is not None
@@ -44,4 +46,5 @@ class HeldOut:
                 p = p[:, objective.vocabulary.target_ids.to(p.device)]
                 accepted[k] += plain(acceptance, logits, dense_teacher(p)).sum().cpu()
                 count[k] += len(logits)
+        objective.train(training)
         return (accepted / count.clamp(min=1)).tolist()

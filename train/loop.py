@@ -72,18 +72,18 @@ def train(
     """
     folder.mkdir(parents=True, exist_ok=True)
     plan = batch_plan(reader.lengths, settings, seed)
-    accelerator = Accelerator(
-        mixed_precision="bf16" if compute_dtype(held_out.target.device) == torch.bfloat16 else "no"
-    )
+    device = held_out.target.device
+    precision = "bf16" if compute_dtype(device) == torch.bfloat16 else "no"
+    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
     optimizer = make_optimizer(objective, settings.matrix_lr, settings.other_lr, settings.weight_decay)
     model, optimizer = accelerator.prepare(objective, optimizer)
     summary = Summary(steps=len(plan), at_start=held_out.expected_acceptance(objective))
     validate_at = {round((i + 1) * len(plan) / settings.validations) for i in range(settings.validations)}
-    best, started = -1.0, time.monotonic()
+    best, kept, started = -1.0, summary.at_start, time.monotonic()
     total = sum(int(reader.lengths[rows].sum()) for micro in plan for rows in micro)
     with (folder / "training.jsonl").open("w") as lines, ticker(title, total, "tokens") as progress:
         for step, micro in enumerate(plan):
-            batches = [collate([reader[row] for row in rows]) for rows in micro]
+            batches = [collate([reader[row] for row in rows]).to(device) for rows in micro]
             set_learning_rate(optimizer, schedule(step, len(plan), max(1, round(settings.warmup * len(plan)))))
             loss, sums = _step(model, objective, batches, optimizer, accelerator, settings.clip)
             if not np.isfinite(loss):
@@ -97,6 +97,10 @@ def train(
             if step + 1 in validate_at:
                 summary.expected_acceptance = held_out.expected_acceptance(objective)
                 record["held_out_acceptance"] = _run_length(summary.expected_acceptance)
+                if not np.isfinite(record["held_out_acceptance"]):
+                    raise UserError(
+                        f"{title}: held-out acceptance is not a number at step {step}; lower matrix_lr and other_lr"
+                    )
                 if record["held_out_acceptance"] > best:
                     best, summary.best_step, kept = record["held_out_acceptance"], step + 1, summary.expected_acceptance
                     keep()
@@ -111,20 +115,22 @@ def train(
 
 
 def _step(model, objective: Objective, batches: list[Batch], optimizer, accelerator: Accelerator, clip: float):  # type: ignore[no-untyped-def]
-    """One optimiser step over its micro-batches. Returns the step's loss and the last micro-batch's sums."""
+    """One optimiser step over its micro-batches. Returns the step's loss, and its sums without gradient."""
     weight = max(sum(objective.weight(batch) for batch in batches), 1e-9)
-    loss = 0.0
-    sums: Sums | None = None
+    parts: list[Sums] = []
     for batch in batches:
         with accelerator.autocast():
             sums = model(batch)
         accelerator.backward(sums.loss / weight)
-        loss += float(sums.loss.detach()) / weight
+        parts.append(Sums(sums.loss.detach(), sums.accepted, sums.count))
     if clip:
         accelerator.clip_grad_norm_(objective.parameters(), clip)
     optimizer.step()
     optimizer.zero_grad()
-    return loss, sums
+    total = Sums(
+        *(torch.stack([getattr(part, name) for part in parts]).sum(0) for name in ("loss", "accepted", "count"))
+    )
+    return float(total.loss) / weight, total
 
 
 def _record(loss: float, sums: Sums, learning_rate: float, rate: float) -> dict[str, float]:

@@ -68,17 +68,12 @@ def _rest(teacher: Teacher, complete: Tensor) -> Tensor:
     return torch.where(complete, 0.0, (1.0 - teacher.p.sum(-1)).clamp(min=0.0))
 
 
-def soft_cross_entropy(m: Matched) -> Tensor:
-    """−Σ_v p(v) log q(v), the rest as one bucket: −r log q(rest). → [N].
-
-    Its gradient in the logits is q − p, with the rest's mass spread as the draft's own tail spreads it. Tokens outside the
-    draft's vocabulary add nothing: no draft can lower their cost, and their mass is not given to others.
-    """
-    return -(m.p * m.log_q).sum(-1) - m.rest * m.log_q_rest
-
-
 def forward_kl(m: Matched) -> Tensor:
-    """KL(p ‖ q) = Σ_v p log(p / q), the rest as one bucket: the soft cross-entropy less the teacher's entropy. → [N]."""
+    """KL(p ‖ q) = Σ_v p log(p / q), the rest as one bucket: r log(r / q(rest)). → [N].
+
+    Its gradient in the logits is that of the soft cross-entropy, q − p, with the rest's mass spread as the draft's own tail spreads
+    it. Tokens outside the draft's vocabulary add nothing: no draft can lower their cost, and their mass is not given to others.
+    """
     listed = (m.p * (m.p.clamp(min=TINY).log() - m.log_q)).sum(-1)
     return listed + m.rest * (m.rest.clamp(min=TINY).log() - m.log_q_rest)
 

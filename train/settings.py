@@ -38,8 +38,13 @@ class DistillSettings(TrainSettings):
 
 
 class EagleTrainSettings(TrainSettings):
-    """rollouts: training-time-test steps; decay: weight of each step relative to the one before; draft_vocabulary: size V_d, the
-    most frequent supervised tokens (null: the whole vocabulary); head_from_target: start the output head from the target's rows."""
+    """Shape and start of an EAGLE head besides its training.
+
+    rollouts: training-time-test steps (1: none); decay: weight of each step relative to the one before; kv_heads, intermediate:
+    as in the target unless given; draft_vocabulary: size V_d, the most frequent supervised tokens (null: the whole vocabulary);
+    head_from_target: start the output head from the target's rows; embedding_start: start the layer so that it passes the
+    joined token's embedding on (`models.eagle.start_from_embedding`).
+    """
 
     rollouts: int = Field(5, ge=1)
     decay: float = Field(1.0, gt=0)

@@ -50,3 +50,9 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path):
     DraftLM.from_target_blocks(tiny_target("padded-vocab"), [0]).save(tmp_path, tiny_target("padded-vocab"))
     with pytest.raises(UserError, match="tokens"):
         DraftLM.load(tmp_path, tiny_target())
+
+
+@pytest.mark.parametrize("shape", [{"hiden_size": 16}, {"vocab_size": 20}])
+def test_a_misspelt_size_and_another_vocabulary_are_refused(shape):
+    with pytest.raises(UserError, match=next(iter(shape))):
+        DraftLM.from_scratch(tiny_target(), shape, seed=0)

@@ -1,14 +1,19 @@
 """The EAGLE-3 head: its equations written out plainly, RoPE, save and load, the draft vocabulary."""
 
+import json
+
 import pytest
 import torch
-from kit import tiny_target
+from kit import tiny_model, tiny_target, tiny_tokenizer
+from safetensors.torch import load_file, save_file
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters import cached_attention
 from draftsmith.models.eagle import EagleHead, new_eagle_head
 from draftsmith.models.kv import KVCache
+from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
+from draftsmith.train.rollout import rollout
 
 TAPS = (0, 1, 2)
 
@@ -114,8 +119,6 @@ def test_save_and_load_is_bit_equal_and_holds_nothing_of_the_targets(tmp_path, s
 
 
 def test_each_missing_tensor_is_named(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     target = tiny_target()
     tiny_head(target).save(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -155,3 +158,68 @@ def test_draft_vocabulary_maps_are_exact_and_fillers_are_valid():
     wide = vocabulary.widen(torch.ones(2, 10))
     assert wide.shape == (2, 50)
     assert torch.equal(wide[0].bool(), vocabulary.t2d)
+
+
+def test_a_head_for_a_half_precision_target_keeps_exact_rope(tmp_path):
+    """FAULTS 22 and 24: frequencies stay fp32, however the weights are stored."""
+    tiny_head(tiny_target()).save(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"target_fingerprint": ""}))
+    half = Target(tiny_model().to(torch.bfloat16), tiny_tokenizer())
+    loaded = EagleHead.load(tmp_path, half)
+    assert loaded.fc.weight.dtype == torch.bfloat16
+    place = torch.tensor([[0, 7, 2000]])
+    torch.testing.assert_close(
+        loaded.rotary(torch.zeros(1), place), tiny_head(tiny_target()).rotary(torch.zeros(1), place)
+    )
+
+
+def test_a_head_of_another_target_of_the_same_sizes_is_refused(tmp_path):
+    tiny_head(tiny_target()).save(tmp_path)
+    with pytest.raises(UserError, match="made for target"):
+        EagleHead.load(tmp_path, tiny_target(seed=1))
+
+
+@pytest.mark.parametrize("damage", ["truncated weights", "no d2t", "not JSON", "unknown key", "nothing"])
+def test_an_unreadable_head_is_one_line(tmp_path, damage):
+    target = tiny_target()
+    tiny_head(target).save(tmp_path)
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    if damage == "truncated weights":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "no d2t":
+        save_file({k: v for k, v in load_file(weights).items() if k != "d2t"}, weights)
+    elif damage == "not JSON":
+        config.write_text("{")
+    elif damage == "unknown key":
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"shape": 3}))
+    else:
+        weights.unlink()
+    with pytest.raises(UserError, match="not a readable EAGLE head"):
+        EagleHead.load(tmp_path, target)
+
+
+def test_started_from_the_embedding_a_head_predicts_what_its_output_head_reads_there():
+    """At every rollout step, far above chance (1 in 150), which is where a head without that start stands."""
+    target = tiny_target(num_key_value_heads=4)
+    taps, tokens = torch.randn(40, 3, target.width), torch.randint(6, 100, (1, 40))
+    joined = target.model.get_input_embeddings()(tokens)
+
+    def agreement(sample):
+        head = new_eagle_head(target, TAPS, DraftVocabulary.all_of(target.vocabulary), kv_heads=4, sample_taps=sample)
+        wanted = head.lm_head(rms(joined, torch.ones(target.width), 1e-6)).argmax(-1)[0]
+        states = list(rollout(head, tokens, taps[None], 3))
+        return [
+            (head.logits(s)[0, : 39 - k].argmax(-1) == wanted[1 + k :]).float().mean().item()
+            for k, s in enumerate(states)
+        ]
+
+    assert min(agreement(taps)) > 0.25
+    assert max(agreement(None)) < 0.1
+
+
+def test_a_vocabulary_too_small_for_that_start_is_refused():
+    target = tiny_target()
+    small = DraftVocabulary(torch.arange(10), target.vocabulary)
+    with pytest.raises(UserError, match="value dimensions"):
+        new_eagle_head(target, TAPS, small, sample_taps=torch.randn(8, 3, target.width))

@@ -85,3 +85,18 @@ def test_attaching_drafts_leaves_the_targets_weights_alone():
             parameter.add_(1.0)
     for name, tensor in target.model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+def test_an_architecture_whose_logits_are_scaled_in_an_unknown_way_is_refused():
+    """`head` must reproduce the model's own logits; if it does not, everything downstream would be wrong without a sign."""
+    model = tiny_model()
+    forward = model.forward
+
+    def scaled(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = out.logits * 1.1
+        return out
+
+    model.forward = scaled
+    with pytest.raises(UserError, match="llama"):
+        Target(model, tiny_tokenizer())

@@ -37,12 +37,15 @@ def test_each_loss_equals_its_closed_form(name, value):
     assert plain(LOSSES[name], Q.log(), dense_teacher(P)).item() == pytest.approx(value, rel=1e-5)
 
 
-def test_soft_cross_entropy_of_a_perfect_draft_is_the_teachers_entropy():
-    """FAULTS 32."""
-    _, p = random_case()
-    entropy = -(p * p.log()).sum(-1)
-    torch.testing.assert_close(plain(losses.soft_cross_entropy, p.log(), dense_teacher(p)), entropy)
-    torch.testing.assert_close(plain(losses.forward_kl, p.log(), dense_teacher(p)), torch.zeros(6), atol=1e-6, rtol=0)
+def test_a_perfect_drafts_cross_entropy_is_the_teachers_entropy():
+    """FAULTS 32, as KL = cross-entropy − entropy = 0, for full and truncated teachers; and no other draft reaches it."""
+    other, p = random_case()
+    for teacher in (dense_teacher(p), top_k(p, 4)):
+        torch.testing.assert_close(plain(losses.forward_kl, p.log(), teacher), torch.zeros(6), atol=1e-6, rtol=0)
+        assert bool((plain(losses.forward_kl, other, teacher) > 1e-2).all())
+    q = other.softmax(-1)
+    wanted = -(p * q.log()).sum(-1) + (p * p.log()).sum(-1)  # cross-entropy less entropy
+    torch.testing.assert_close(plain(losses.forward_kl, other, dense_teacher(p)), wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
@@ -106,9 +109,8 @@ def test_mass_that_the_draft_cannot_say_is_lost_acceptance_and_is_not_given_to_o
     teacher = Teacher(torch.tensor([[0, -1, 1]]), p)  # the draft has tokens 0 and 1; the target's second one is outside
     logits = torch.tensor([[0.8, 0.2]]).log()
     assert plain(losses.acceptance, logits, teacher).item() == pytest.approx(0.7)
-    assert plain(losses.soft_cross_entropy, logits, teacher).item() == pytest.approx(
-        -0.6 * math.log(0.8) - 0.1 * math.log(0.2)
-    )
+    cost = 0.6 * math.log(0.6 / 0.8) + 0.1 * math.log(0.1 / 0.2)
+    assert plain(losses.forward_kl, logits, teacher).item() == pytest.approx(cost)
 
 
 def test_extreme_logits_give_finite_values_and_gradients():

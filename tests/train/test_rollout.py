@@ -2,20 +2,15 @@
 
 import pytest
 import torch
-from kit import tiny_target
+from kit import STEPS, TAPS, a_batch, a_head, objectives, tiny_target
 
 from draftsmith.data.batches import Batch, TopK
 from draftsmith.eval.drafters import Committed, EagleDrafter, LMDrafter
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import chain_shape
 from draftsmith.models.draft import DraftLM
-from draftsmith.models.eagle import new_eagle_head
-from draftsmith.models.vocabulary import DraftVocabulary
 from draftsmith.train.losses import plain
-from draftsmith.train.objectives import DraftLMObjective, EagleObjective
 from draftsmith.train.rollout import rollout
-
-TAPS, STEPS = (0, 1, 2), 7
 
 
 class Forced(Sampler):
@@ -28,29 +23,6 @@ class Forced(Sampler):
     def draft(self, logits, count=1):
         self.seen.append(logits)
         return [[self.tokens[len(self.seen) - 1]]], None
-
-
-def a_head(target, layers=1):
-    head = new_eagle_head(target, TAPS, DraftVocabulary.all_of(target.vocabulary), layers=layers)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return head
-
-
-def a_batch(target, lengths, seed=0, k=5):
-    """Random rows with states and a top-k teacher of the target; the second half of each row is supervised."""
-    torch.manual_seed(seed)
-    T = max(lengths)
-    ids = torch.randint(6, 100, (len(lengths), T))
-    n = torch.tensor(lengths)
-    place = torch.arange(T)[None]
-    ids = torch.where(place < n[:, None], ids, 0)
-    out = target.forward(ids, TAPS)
-    log_probs, top = out.logits.log_softmax(-1).topk(k)
-    supervised = (place >= n[:, None] // 2) & (place < n[:, None])
-    return Batch(ids, supervised, n, out.taps, out.last, TopK(top, log_probs))
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -124,13 +96,6 @@ def per_slot_losses(objective, batch):
         values[slots] = plain(objective.loss, logits, objective.cached_teacher(batch, slots, k))
         result.append(values)
     return torch.stack(result)
-
-
-def objectives(target):
-    return [
-        DraftLMObjective(DraftLM.from_target_blocks(target, [0, 3])),
-        EagleObjective(a_head(target), STEPS, 0.8),
-    ]
 
 
 @pytest.mark.parametrize("which", [0, 1])
