@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FLOOR = ("eagle3", "code", 1.3)  # draft, domain, tokens per verify at T = 0
+FLOOR = ("eagle3", "code", 2.0)  # draft, domain, tokens per verify at T = 0
 
 
 def check(run: Path) -> list[str]:

@@ -219,14 +219,21 @@ def cost_of_verify(target: Target, text: list[int]) -> dict[int, float]:
 def trees(study: Study, target: Target, drafter: Drafter, texts: list[list[int]]) -> None:
     """Tokens per verify of a chain, the best static tree for the head's own profile, and EAGLE-2's dynamic tree."""
     depth = 6
-    wide = Dynamic(8, depth, 63)  # wide enough to see at which rank the target's choice stands
-    profile = rank_profile(target, drafter, texts[: len(texts) // 2], wide)
-    held = texts[len(texts) // 2 :]
+    tuning = texts[: len(texts) // 4]  # shapes are chosen on these, and measured on the others
+    profile = rank_profile(target, drafter, tuning, depth, 8)
+    held = texts[len(texts) // 4 :]
+    sharpest = max(
+        (1.0, 0.7, 0.5, 0.35, 0.25),
+        key=lambda t: tokens_per_verify(target, drafter, tuning, Dynamic(8, depth, TREE, t)),
+    )
     shapes: dict[str, Shape] = {
         f"chain of {depth}": chain_shape(depth),
         f"static tree of {TREE}": optimal_shape(profile, TREE),
-        f"dynamic tree of {TREE}": Dynamic(8, depth, TREE),
+        f"dynamic tree of {TREE}": Dynamic(8, depth, TREE, sharpest),
     }
+    print(
+        f"chosen on {len(tuning)} other prompts: confidence_temperature {sharpest}, static tree {shapes[f'static tree of {TREE}']}"
+    )
     found = {}
     for temperature in (0.0, 1.0):
         for name, shape in shapes.items():
@@ -257,37 +264,57 @@ def trees(study: Study, target: Target, drafter: Drafter, texts: list[list[int]]
             study.add(f"tokens per verify, {what}", ratio(*verifies), 1.0, temperature=temperature, nodes=TREE)
 
 
-def rank_profile(target: Target, drafter: Drafter, texts: list[list[int]], shape: Dynamic) -> list[list[float]]:
-    """profile[d][r]: how often the child of rank r of an accepted node at depth d was the target's own choice (greedy)."""
-    hits = np.zeros((shape.depth, shape.width))
-    reached = np.zeros(shape.depth)
-    inner = drafter.propose
+def tokens_per_verify(target: Target, drafter: Drafter, texts: list[list[int]], shape: Shape) -> float:
+    results = decode(
+        target, drafter, texts, shape=shape, sampler=Sampler(0.0), max_new_tokens=TOKENS, eos_ids=frozenset()
+    )
+    return sum(len(r.tokens) for r in results) / sum(len(r.trace) for r in results)
 
-    def record(committed: Any, asked: Shape, sampler: Sampler) -> Any:
-        proposal = inner(committed, asked, sampler)
-        record.last = proposal
-        return proposal
 
-    drafter.propose = record
-    observe = drafter.observe
+class Along(Sampler):
+    """Drafts the target's own greedy text, and notes at which rank the draft's logits had each of its tokens."""
 
-    def look(logits: torch.Tensor) -> None:
-        tokens, parents = record.last.tokens[0].tolist(), record.last.parents[0].tolist()
-        best, node, depth = logits[0].argmax(-1).tolist(), 0, 0
-        while depth < shape.depth and any(parent == node for parent in parents):
-            children = [i for i, parent in enumerate(parents) if parent == node]
-            reached[depth] += 1
-            match = [i for i in children if tokens[i] == best[node]]
-            if not match:
-                break
-            hits[depth, children.index(match[0])] += 1
-            node, depth = match[0], depth + 1
+    def follow(self, drafter: Drafter, prompt: list[int], truth: list[int], ranks: list[list[int]]) -> "Along":
+        self.truth, self.ranks, self.vocabulary = truth, ranks, drafter.vocabulary
+        propose = type(drafter).propose
 
-    drafter.observe = look
+        def at_start(committed: Any, shape: Shape, sampler: Sampler) -> Any:
+            self.start, self.depth = len(committed.tokens[0]) - len(prompt), 0
+            return propose(drafter, committed, shape, sampler)
+
+        drafter.propose = at_start
+        return self
+
+    def draft(self, logits: torch.Tensor, count: int = 1) -> tuple[list[list[int]], None]:
+        place = self.start + self.depth
+        token = int(self.vocabulary.to_draft(torch.tensor(self.truth[place]))) if place < len(self.truth) else -1
+        if token < 0:  # beyond the text, or a token that the draft cannot say: a miss, and the end of this chain
+            if place < len(self.truth) and self.depth < len(self.ranks):
+                self.ranks[self.depth].append(-1)
+            self.depth = len(self.truth)
+            return [[0]], None
+        self.ranks[self.depth].append(int((logits[0] > logits[0, token]).sum()))
+        self.depth += 1
+        return [[token]], None
+
+
+def rank_profile(target: Target, drafter: Drafter, texts: list[list[int]], depth: int, width: int) -> list[list[float]]:
+    """profile[d][r]: how often, after d tokens of the target's own greedy text, its next one had rank r with the draft."""
+    ranks: list[list[int]] = [[] for _ in range(depth)]
     for text in texts:
-        ours(target, drafter, text, shape)
-    drafter.propose, drafter.observe = inner, observe
-    return (hits / np.maximum(reached, 1)[:, None]).tolist()
+        truth = ours(target, NoDraft(), text, chain_shape(1)).tokens
+        sampler = Along(0.0).follow(drafter, text, truth, ranks)
+        decode(
+            target,
+            drafter,
+            [text],
+            shape=chain_shape(depth),
+            sampler=sampler,
+            max_new_tokens=TOKENS,
+            eos_ids=frozenset(),
+        )
+        del drafter.propose
+    return [[ranks[d].count(r) / max(len(ranks[d]), 1) for r in range(width)] for d in range(depth)]
 
 
 def main() -> None:

@@ -94,12 +94,6 @@ def template_ids(result: Any) -> list[int]:
     return [int(token) for token in result]
 
 
-def prompt_ids(messages: Messages, tokenizer: Any) -> list[int]:
-    """What the target reads before it answers: the conversation with the generation prompt, as at serving time."""
-    prompt = tokenizer.apply_chat_template(list(messages), tokenize=True, add_generation_prompt=True)
-    return template_ids(prompt)
-
-
 def _text(messages: Messages, tokenizer: Any, generation_prompt: bool = False) -> str:
     return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
 

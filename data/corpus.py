@@ -150,9 +150,9 @@ def _read(source: Source) -> Iterator[Document]:
         for item in embedded_documents(source.domains):
             yield Document(item.name, item.domain, item.group, item.text, item.messages)
     elif source.kind == "json":
-        yield from _from_records(_json_records(Path(source.path or "")), source)
+        yield from _from_records(_json_records(Path(source.path or "").expanduser()), source)
     elif source.kind == "text":
-        yield from _text_files(Path(source.path or ""), source.domain or "prose")
+        yield from _text_files(Path(source.path or "").expanduser(), source.domain or "prose")
     else:
         yield from _from_records(_hub_records(source), source)
 
@@ -168,6 +168,15 @@ class _Record:
 def _json_records(path: Path) -> Iterator[_Record]:
     """Rows of a .jsonl file (one object a line) or of a .json file (one list)."""
     _require(path)
+    if path.is_dir():
+        raise UserError(f"data.sources: {path} is a folder; a source of kind json is one .jsonl or .json file")
+    try:
+        yield from _parsed(path)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error.reason}); convert the file") from error
+
+
+def _parsed(path: Path) -> Iterator[_Record]:
     with path.open(encoding="utf-8") as lines:
         if path.suffix == ".json":
             try:

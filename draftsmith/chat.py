@@ -3,6 +3,7 @@
 Knows the terminal; the decoding is `speculative_decode`'s own. A model without a chat template continues the text instead.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from draftsmith.errors import UserError
 from draftsmith.eval.decode import Decoded, as_drafter, as_target, prompt_ids, speculative_decode
 from draftsmith.eval.tree import Shape
 from draftsmith.models.target import Target
@@ -30,11 +32,18 @@ class Stream:
         """What this token adds to the text; held back while a character is incomplete."""
         self._tokens.append(token)
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        if text.endswith("\ufffd") or not text.startswith(self._shown):
-            return ""
-        piece = text[len(self._shown) :]
+        return "" if text.endswith("\ufffd") else self._beyond(text)
+
+    def rest(self) -> str:
+        """What is still held back, at the end of an answer."""
+        return self._beyond(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+
+    def _beyond(self, text: str) -> str:
+        """What `text` has beyond what it shares with the text so far: what is printed cannot be taken back."""
+        pairs = zip(self._shown, text, strict=False)
+        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         self._shown = text
-        return piece
+        return text[shared:]
 
 
 def answer(
@@ -51,11 +60,13 @@ def answer(
     started = time.perf_counter()
     result = speculative_decode(target, drafter, prompt, K, tree=tree, on_tokens=show, **options)
     seconds = time.perf_counter() - started
+    console.print(Text(stream.rest()), end="", soft_wrap=True)
     verifies = len(result.trace)
     note = "" if result.lossless else " · LOSSY acceptance"
     console.print(
         f"\n[dim]{len(result.tokens) / verifies:.2f} tokens/verify · {len(result.tokens)} tokens in {verifies} verifies · "
-        f"{len(result.tokens) / seconds:.1f} tokens/s{note}[/dim]"
+        f"{len(result.tokens) / seconds:.1f} tokens/s{note}[/dim]",
+        highlight=False,
     )
     return result
 
@@ -70,7 +81,10 @@ def chat(
     tree: Shape | None = None,
     **options: Any,
 ) -> None:
-    """Answer one line after another until the input ends. Messages so far go with each if the tokenizer has a chat template."""
+    """Answer one line after another until the input ends. Messages so far go with each if the tokenizer has a chat template.
+
+    A line that cannot be answered, such as one beyond the target's context, is refused and forgotten.
+    """
     target = as_target(target_path)
     drafter = as_drafter(draft_path, target)
     messages: list[dict[str, str]] = []
@@ -78,14 +92,16 @@ def chat(
     for line in lines():
         if not line.strip():
             continue
-        messages.append({"role": "user", "content": line})
-        prompt: Any = line
+        asked = [*messages, {"role": "user", "content": line}]
         if templated:
             room = target.context - options["max_new_tokens"] - K
-            while len(messages) > 1 and len(prompt_ids(target, messages)) > room:
-                del messages[:2]  # the oldest question and answer make room
-            prompt = messages
-        result = answer(target, drafter, prompt, console, K=K, tree=tree, **options)
-        messages.append(
-            {"role": "assistant", "content": target.tokenizer.decode(result.tokens, skip_special_tokens=True)}
-        )
+            while len(asked) > 1 and len(prompt_ids(target, asked)) > room:
+                del asked[:2]  # the oldest question and answer make room
+        prompt: Any = asked if templated else line
+        try:
+            result = answer(target, drafter, prompt, console, K=K, tree=tree, **options)
+        except UserError as error:
+            console.print(Text(f"draftsmith: {error}"), soft_wrap=True)
+            continue
+        text = target.tokenizer.decode(result.tokens, skip_special_tokens=True)
+        messages = [*asked, {"role": "assistant", "content": text}]

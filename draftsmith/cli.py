@@ -1,4 +1,5 @@
-"""The `draftsmith` command: arguments in, exit code out (0 done, 2 the user's input is wrong, 1 a fault of ours).
+"""The `draftsmith` command: arguments in, exit code out (0 done, 2 the user's input is wrong, 1 a fault of ours,
+such as a draft whose greedy output differs from plain decoding).
 
 Imports nothing heavy before a command runs, so that `--help` is instant.
 """
@@ -73,17 +74,22 @@ def _run(loaded: "Loaded", stage: str) -> Path:
     return folder.path
 
 
-def _print_results(run: Path) -> None:
+def _print_results(run: Path) -> bool:
+    """Tables and verdict. Returns whether a greedy output differs from plain decoding."""
     from rich.console import Console
 
     from draftsmith.eval.report import console_tables, verdict
-    from draftsmith.eval.results import load_results
+    from draftsmith.eval.results import left_out, load_results
 
     results = load_results(run)
     console = Console(width=None if sys.stdout.isatty() else 120)
     for table in console_tables(results):
         console.print(table)
-    say(verdict(results).text)
+    if stale := left_out(run):
+        say(f"left out: {', '.join(stale)}")
+    judged = verdict(results)
+    say(judged.text)
+    return judged.tone == "inexact"
 
 
 @app.command()
@@ -92,8 +98,10 @@ def demo(overrides: Overrides = None) -> None:
     from draftsmith.config import embedded
 
     run = _run(_load(embedded("demo"), overrides), "report")
-    _print_results(run)
+    inexact = _print_results(run)
     say(f"report: {run / 'report.html'}")
+    if inexact:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -129,7 +137,8 @@ def train_eagle(config: ConfigPath, overrides: Overrides = None) -> None:
 @app.command("eval-acceptance")
 def eval_acceptance(config: ConfigPath, overrides: Overrides = None) -> None:
     """Measure alpha, tokens per verify, speed and exactness of every draft."""
-    _print_results(_run(_load(config, overrides), "eval-acceptance"))
+    if _print_results(_run(_load(config, overrides), "eval-acceptance")):
+        raise typer.Exit(1)
 
 
 @app.command()

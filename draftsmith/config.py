@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.corpus import DataSettings
@@ -30,13 +30,23 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"  # a folder's name, and no dot, so that ov
 
 
 class TargetSettings(Settings):
-    """The model p. Without `path` the stage `target` trains one from scratch as `scratch` says."""
+    """The model p. Without `path` the stage `target` trains one from scratch as `scratch` says.
+
+    device: `auto` is `cpu`. GPU devices come with a later version: decoding builds its tensors on the CPU.
+    """
 
     path: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
+    device: str = "auto"
     trust_remote_code: bool = False
     scratch: ScratchSettings = ScratchSettings()
+
+    @field_validator("device")
+    @classmethod
+    def _supported(cls, device: str) -> str:
+        if device not in ("auto", "cpu"):
+            raise ValueError(f"{device!r} is not supported: GPU devices come with a later version; give auto or cpu")
+        return device
 
 
 class TrackingSettings(Settings):

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from draftsmith.config import Config
 from draftsmith.errors import UserError
+from draftsmith.settings import flat
 
 if TYPE_CHECKING:
     from draftsmith.data.rows import Row
@@ -62,8 +63,10 @@ def print_cache_info(path: Path) -> None:
     table = Table(title=str(path), title_justify="left", title_style="bold", show_header=False)
     table.add_column("what", style="dim")
     table.add_column("value", overflow="fold")
-    for key, value in _flat(cache_info(path)):
-        table.add_row(key, Text(value))  # as it stands: brackets are no markup
+    for key, value in flat(cache_info(path)).items():
+        table.add_row(
+            key, Text(f"{value:,}" if isinstance(value, int) else str(value))
+        )  # as it stands: brackets are no markup
     Console().print(table)
 
 
@@ -77,13 +80,3 @@ def print_cache_damage(path: Path) -> None:
     print(
         f"{path}: {about['shards']} shards, {about['rows']:,} rows, {about['bytes']:,} bytes: every checksum is right"
     )
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
-    for key, value in values.items():
-        if isinstance(value, dict):
-            rows += _flat(value, f"{prefix}{key}.")
-        else:
-            rows.append((f"{prefix}{key}", f"{value:,}" if isinstance(value, int) else str(value)))
-    return rows

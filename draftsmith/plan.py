@@ -44,6 +44,12 @@ def shape_of_target(config: Config, work: Work) -> "Target":
 
     from draftsmith.models.target import Target
 
+    class Shape(Target):
+        """A new head notes its target's fingerprint; without weights there is none."""
+
+        def fingerprint(self) -> str:
+            return ""
+
     if config.target.path is None:
         from draftsmith.train.pretrain import model_config
 
@@ -52,38 +58,40 @@ def shape_of_target(config: Config, work: Work) -> "Target":
         work.check_target()
         shape = AutoConfig.from_pretrained(work.target_path, trust_remote_code=config.target.trust_remote_code)
     with torch.device("meta"):
-        return Target(AutoModelForCausalLM.from_config(shape))
+        return Shape(AutoModelForCausalLM.from_config(shape))
 
 
 def parameters(config: Config, target: "Target") -> dict[str, int]:
-    """Stored numbers of the target and of every draft that would be trained."""
+    """Stored numbers of the target and of every draft that would be trained, all without memory of their own."""
+    import torch
+
     from draftsmith.models.eagle import new_eagle_head
     from draftsmith.models.target import choose_taps
     from draftsmith.models.vocabulary import DraftVocabulary
     from draftsmith.train.distill import new_draft
 
     taps = () if config.cache.taps == "none" else choose_taps(target.blocks, config.cache.taps)
-    counts = {"target": _count(target.model), TRAINED: _count(new_draft(target, config.distill, config.seed).model)}
+    with torch.device("meta"):
+        counts = {"target": _count(target.model), TRAINED: _count(new_draft(target, config.distill, config.seed).model)}
     for name, settings in config.eagle.items():
         size = min(settings.draft_vocabulary or target.vocabulary, target.vocabulary)
-        vocabulary = DraftVocabulary.all_of(target.vocabulary)
-        head = new_eagle_head(
-            target,
-            taps,
-            vocabulary,
-            layers=settings.layers,
-            intermediate=settings.intermediate,
-            head_from_target=False,
-            seed=0,
-        )
-        counts[name] = _count(head) - (target.vocabulary - size) * head.config.width
+        vocabulary = DraftVocabulary(torch.arange(size), target.vocabulary)  # which tokens does not matter here
+        with torch.device("meta"):
+            head = new_eagle_head(
+                target,
+                taps,
+                vocabulary,
+                layers=settings.layers,
+                kv_heads=settings.kv_heads,
+                intermediate=settings.intermediate,
+                head_from_target=False,
+            )
+        counts[name] = _count(head)
     return counts
 
 
 def _count(module: Any) -> int:
-    return sum(
-        tensor.numel() for tensor in module.parameters() if tensor.requires_grad or not hasattr(module, "vocabulary")
-    )
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _cache_line(config: Config, target: "Target", prepared: bool) -> str:

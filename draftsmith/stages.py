@@ -8,6 +8,7 @@ Knows the order and the folders; each stage's own module knows how. One thin fun
 import dataclasses
 import functools
 import platform
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,10 +77,19 @@ def stage_units(config: Config, work: "Work") -> list[Unit]:
         inputs = ("target", "prepare", *_trained_by(draft, config))
         evaluate = functools.partial(work.evaluate, draft)
         units.append(
-            Unit("eval-acceptance", draft, {"evaluation": measured}, inputs, (f"eval/{draft}.json",), evaluate)
+            Unit(
+                "eval-acceptance",
+                draft,
+                {"evaluation": measured, "dtype": config.target.dtype},
+                inputs,
+                (f"eval/{draft}.json",),
+                evaluate,
+            )
         )
     results = tuple(unit.key for unit in units if unit.stage == "eval-acceptance")
-    units.append(Unit("report", "", {}, results, ("report.html", "plots"), work.report))
+    units.append(
+        Unit("report", "", {"drafts": list(config.evaluation.drafts)}, results, ("report.html", "plots"), work.report)
+    )
     return units
 
 
@@ -122,7 +132,7 @@ class Work:
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         self.config, self.run, self.say = config, config.run, say
         self.tracking = Tracking(
-            config.tracking.trackers, config.tracking.project, self.run, config.model_dump(mode="json")
+            config.tracking.trackers, config.tracking.project, self.run, config.model_dump(mode="json"), self.device
         )
 
     @property
@@ -138,14 +148,8 @@ class Work:
 
     @property
     def device(self) -> str:
-        import torch
-
-        chosen = self.config.target.device
-        if chosen == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        if chosen.startswith("cuda") and not torch.cuda.is_available():
-            raise UserError(f"target.device: {chosen} is not available on this machine; use auto or cpu")
-        return chosen
+        """Where everything is computed. The schema admits `auto` and `cpu` alone: GPU devices come with a later version."""
+        return "cpu"
 
     @functools.cached_property
     def documents(self) -> "Dataset":
@@ -236,11 +240,27 @@ class Work:
         """What the target knows about the rows, on disk."""
         from draftsmith.data.cache.build import build_cache
 
+        self._remove_cache_of_other_inputs()
         about = build_cache(self.target, self.rows("train"), self.run / "cache", self.config.cache)
         size = f"{about['bytes'] / 1e6:,.1f} MB, {about['bytes_per_token']:,.0f} bytes per token"
         self.say(
             f"cache: {about['rows']:,} rows, {about['tokens']:,} tokens, {size}, kept mass {about['kept_mass']:.4f}"
         )
+
+    def _remove_cache_of_other_inputs(self) -> None:
+        """A cache of a target or of rows that are gone is of no use. One of other cache settings stays: `build_cache` refuses."""
+        from draftsmith.data.cache.manifest import NAME, read_manifest
+
+        folder, rows = self.run / "cache", self.rows("train")
+        if not (folder / NAME).is_file():
+            return
+        old = read_manifest(folder)
+        changed = [] if old.target == self.target.fingerprint() else ["target"]
+        if (old.data.get("digest"), old.data.get("settings")) != (rows.digest, rows.settings):
+            changed.append("rows")
+        if changed:
+            self.say(f"cache: made for other {' and '.join(changed)}; removed {folder} to make it anew")
+            shutil.rmtree(folder)
 
     def distill(self) -> None:
         """The draft LM, and its untrained start."""

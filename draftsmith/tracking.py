@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
+from draftsmith.settings import flat
 
 Log = Callable[[dict[str, float], int], None]
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
@@ -24,7 +25,9 @@ START_SECONDS = 30  # longer than this W&B's server is not worth waiting for
 class Tracking:
     """The trackers of one command. Nothing is started before the first value is logged."""
 
-    def __init__(self, names: tuple[str, ...], project: str, run: Path, config: dict[str, Any]) -> None:
+    def __init__(
+        self, names: tuple[str, ...], project: str, run: Path, config: dict[str, Any], device: str = "cpu"
+    ) -> None:
         """Raises UserError when the package of a tracker is not installed."""
         for name in names:
             if importlib.util.find_spec(PACKAGES[name]) is None:
@@ -32,6 +35,7 @@ class Tracking:
                     f"tracking.trackers: {name} is not installed; pip install {PACKAGES[name]}, or leave it out"
                 )
         self._names, self._project, self._run, self._config = names, project, run, config
+        self._device = device
         self._trackers: dict[str, Any] | None = None
         self._step = 0  # trackers want one rising step, and every stage counts from 0
 
@@ -67,7 +71,7 @@ class Tracking:
                 tracker = self._create(name)
                 if hasattr(tracker, "start"):
                     tracker.start()
-                tracker.store_init_configuration(_flat(self._config))
+                tracker.store_init_configuration(_plain_values(self._config))
                 trackers[name] = tracker
 
             _survives(name, start)
@@ -77,7 +81,9 @@ class Tracking:
         from accelerate import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        PartialState()  # the tracker classes ask it which process is the main one
+        # The tracker classes ask it which process is the main one. Its state is shared with the training loop's
+        # `Accelerator`, so both must mean the same device, whichever comes first.
+        PartialState(cpu=self._device == "cpu")
         if name == "wandb":
             return LOGGER_TYPE_TO_CLASS["wandb"](self._project, **self._wandb())
         if name == "tensorboard":
@@ -136,12 +142,6 @@ def _survives(name: str, act: Callable[[], None]) -> bool:
     return True
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _plain_values(values: dict[str, Any]) -> dict[str, Any]:
     """Nested settings as dotted names with values that every tracker takes."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, str | int | float) else str(value)
-    return flat
+    return {name: value if isinstance(value, str | int | float) else str(value) for name, value in flat(values).items()}

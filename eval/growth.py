@@ -76,7 +76,8 @@ def _grow_dynamic(drafter: Grower, roots: Tensor, logits: Tensor, shape: Dynamic
     Children are the draft's likeliest tokens, so the proposal is deterministic at every temperature.
     """
     batch, width = len(roots), shape.width
-    scores, ids = logits.log_softmax(-1).topk(width, dim=-1)  # a node's score is Σ log q along its path
+    sharp = 1.0 / shape.confidence_temperature
+    scores, ids = (logits * sharp).log_softmax(-1).topk(width, dim=-1)  # a node's score is Σ log q along its path
     pool_tokens, pool_scores = [ids], [scores]
     pool_parents = [torch.zeros(batch, width, dtype=torch.long)]
     pooled = width
@@ -86,7 +87,7 @@ def _grow_dynamic(drafter: Grower, roots: Tensor, logits: Tensor, shape: Dynamic
     run_parents = torch.zeros(batch, width, dtype=torch.long)
     for depth in range(1, shape.depth):
         level_logits = drafter.extend(drafter.vocabulary.to_target(ids), run_parents, visible, depth)
-        child_scores, child_ids = level_logits.log_softmax(-1).topk(width, dim=-1)
+        child_scores, child_ids = (level_logits * sharp).log_softmax(-1).topk(width, dim=-1)
         child_scores = (child_scores + scores[:, :, None]).flatten(1)
         pool_tokens.append(child_ids.flatten(1))
         pool_scores.append(child_scores)

@@ -22,6 +22,7 @@ from draftsmith.eval.plots import Curve, Plot, depth_plots, theory_plots, tokens
 from draftsmith.eval.results import Measure, Result, by_setting, domains, headline, load_results, names
 from draftsmith.eval.theory import expected_tokens
 from draftsmith.files import publish, publish_text
+from draftsmith.settings import flat
 
 DEFAULT_COST = 0.05  # of one draft step in target steps, where no result holds a measured one
 TRAINED = ("target", "draft", "eagle/*")  # folders with a training.jsonl
@@ -29,7 +30,7 @@ TRAINED = ("target", "draft", "eagle/*")  # folders with a training.jsonl
 
 @dataclass(frozen=True)
 class Verdict:
-    """The first line of a report, and how it is meant: "faster", "slower" or "unmeasured"."""
+    """The first line of a report, and how it is meant: "inexact", "faster", "slower" or "unmeasured"."""
 
     tone: str
     text: str
@@ -47,8 +48,21 @@ def _listed(parts: list[str]) -> str:
 def verdict(results: list[Result]) -> Verdict:
     """What the run's best draft is worth, from the measured numbers alone.
 
+    A greedy output that differs from plain decoding, of any draft, is said before all else: such a speed is worth nothing.
     "Faster" is said only where every measured speed-up has its whole interval above 1; one below 1 is said first.
     """
+    worth = _worth(results)
+    wrong = [(draft, of - same, of) for draft, same, of in exactness(results) if same < of]
+    if not wrong:
+        return worth
+    parts = [
+        f"{draft}{'' if i else ' differs from plain decoding'} on {count} of {of}{'' if i else ' prompts'}"
+        for i, (draft, count, of) in enumerate(wrong)
+    ]
+    return Verdict("inexact", f"NOT EXACT: {_listed(parts)}. {worth.text}")
+
+
+def _worth(results: list[Result]) -> Verdict:
     chosen = headline(results)
     if not chosen:
         return Verdict("unmeasured", "No draft of this run has been measured yet: run eval-acceptance.")
@@ -177,16 +191,12 @@ def _optional(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-def _facts(environment: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def _facts(environment: dict[str, Any]) -> list[tuple[str, str]]:
     """Nested values as flat (name, text) pairs in their order."""
-    pairs: list[tuple[str, str]] = []
-    for key, value in environment.items():
-        if isinstance(value, dict):
-            pairs += _facts(value, f"{prefix}{key} ")
-        else:
-            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            pairs.append((f"{prefix}{key}", text))
-    return pairs
+    return [
+        (name, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
+        for name, value in flat(environment, " ").items()
+    ]
 
 
 def build_report(run: Path) -> Path:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from draftsmith.errors import UserError
 
 SCHEMA = 1
@@ -88,21 +90,64 @@ def _rank(name: str) -> tuple[int, str]:
     return (ORDER.index(name) if name in ORDER else len(ORDER) - 1, name)
 
 
+@dataclass(frozen=True)
+class _File:
+    """One file of results: when it was written, for which target ("" where it does not say), and what it holds."""
+
+    path: Path
+    written: int
+    target: str
+    results: list[Result]
+
+
 def load_results(run: Path) -> list[Result]:
-    """All results below `run`/eval, by draft in the order of `ORDER`. Raises UserError for a file that is none."""
-    found: list[Result] = []
-    for path in sorted((run / "eval").glob("*.json"), key=lambda path: _rank(path.stem)):
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-            if document["schema"] != SCHEMA:
-                raise UserError(f"{path}: schema {document['schema']}, this version reads {SCHEMA}; evaluate again")
-            parameters = document.get("draft", {}).get("parameters")
-            found += [_result(path.stem, parameters, entry) for entry in document["results"]]
-        except (ValueError, KeyError, TypeError, AttributeError) as problem:
-            raise UserError(
-                f"{path}: not a result of eval-acceptance ({problem!r}); remove it or evaluate again"
-            ) from problem
-    return found
+    """The run's present results, by draft in the order of `ORDER`. Raises UserError for a file that is none.
+
+    Present are the drafts that the run's resolved.yaml evaluates, measured with the target of the newest file.
+    """
+    return [result for file in _present(run)[0] for result in file.results]
+
+
+def left_out(run: Path) -> list[str]:
+    """Files below `run`/eval that `load_results` leaves out, each with the reason."""
+    return _present(run)[1]
+
+
+def _present(run: Path) -> tuple[list[_File], list[str]]:
+    paths = sorted((run / "eval").glob("*.json"), key=lambda path: _rank(path.stem))
+    drafts = _evaluated(run)
+    stale = [f"{path.name} (not in evaluation.drafts)" for path in paths if drafts and path.stem not in drafts]
+    files = [_read(path) for path in paths if not drafts or path.stem in drafts]
+    newest = max(files, key=lambda file: file.written, default=None)
+    stale += [f"{file.path.name} (of another target)" for file in files if newest and file.target != newest.target]
+    return [file for file in files if newest and file.target == newest.target], stale
+
+
+def _evaluated(run: Path) -> list[str]:
+    """The drafts that the run's configuration evaluates; empty where the folder does not say."""
+    path = run / "resolved.yaml"
+    if not path.is_file():
+        return []
+    try:
+        resolved = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return list((resolved or {}).get("evaluation", {}).get("drafts", []))
+    except (yaml.YAMLError, ValueError, AttributeError, TypeError) as problem:
+        raise UserError(f"{path}: not readable as a run's settings; run the stage again to make it anew") from problem
+
+
+def _read(path: Path) -> _File:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["schema"] != SCHEMA:
+            raise UserError(f"{path}: schema {document['schema']}, this version reads {SCHEMA}; evaluate again")
+        parameters = document.get("draft", {}).get("parameters")
+        found = [_result(path.stem, parameters, entry) for entry in document["results"]]
+        target = str(document.get("target", {}).get("fingerprint", ""))
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise UserError(
+            f"{path}: not a result of eval-acceptance ({problem!r}); remove it or evaluate again"
+        ) from problem
+    return _File(path, path.stat().st_mtime_ns, target, found)
 
 
 def names(results: list[Result]) -> list[str]:

@@ -54,14 +54,21 @@ class Static:
 @dataclass(frozen=True)
 class Dynamic:
     """EAGLE-2's tree (arXiv 2406.16858): at each of `depth` levels the `width` most promising nodes of the level propose their
-    `width` likeliest tokens each; of all proposed nodes the `budget` with the largest path product are verified."""
+    `width` likeliest tokens each; of all proposed nodes the `budget` with the largest path product are verified.
+
+    confidence_temperature: of the draft's softmax that the products are made of. A draft of a flat target is underconfident about
+    what greedy decoding will choose, and below 1 its trees grow deeper. It changes which nodes are verified, never what is emitted.
+    """
 
     width: int
     depth: int
     budget: int
+    confidence_temperature: float = 1.0
 
     def __post_init__(self) -> None:
         most = self.width + max(self.depth - 1, 0) * self.width**2
+        if self.confidence_temperature <= 0:
+            raise UserError(f"tree {self}: confidence_temperature must be above 0")
         if min(self.width, self.depth, self.budget) < 1 or self.budget > most:
             raise UserError(f"tree {self}: width, depth and budget must be at least 1, and the budget at most {most}")
 

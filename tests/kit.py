@@ -29,7 +29,7 @@ from draftsmith.train.objectives import DraftLMObjective, EagleObjective, Object
 WIDTH, BLOCKS, CONTEXT, WINDOW = 32, 4, 256, 8
 TAPS, STEPS = (0, 1, 2), 7
 FLAVOURS = ("plain", "tied", "padded-vocab", "gemma2", "mistral-window", "two-blocks", "three-blocks")
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;!?()[]{}'\"-+*/=<>_#@$%&|~^\\`\n\tÃ©"
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;!?()[]{}'\"-+*/=<>_#@$%&|~^\\`\n\té"
 SENTENCES = (
     "the quick brown fox jumps over the lazy dog",
     "def add(a, b): return a + b",

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from draftsmith.errors import UserError
 from draftsmith.files import publish_json
-from draftsmith.settings import Settings
+from draftsmith.settings import Settings, flat
 
 SCHEMA = 1
 NAME = "manifest.json"
@@ -107,7 +107,7 @@ def with_shard(manifest: Manifest, shard: Shard) -> Manifest:
 
 def refuse_changes(folder: Path, old: Manifest, new: Manifest) -> None:
     """Raise `UserError` naming the first setting in which a cache and what would be written into it differ."""
-    before, after = (_flat(manifest.model_dump(mode="json", exclude={"shards"})) for manifest in (old, new))
+    before, after = (flat(manifest.model_dump(mode="json", exclude={"shards"})) for manifest in (old, new))
     # The digest says that the content differs, the settings say why: the digest and the totals are compared last.
     for key in sorted(before | after, key=lambda key: (key in ("data.digest", "rows", "tokens"), key)):
         if before.get(key) != after.get(key):
@@ -115,13 +115,3 @@ def refuse_changes(folder: Path, old: Manifest, new: Manifest) -> None:
                 f"{folder}: the cache was begun with {key} = {before.get(key)!r}, now it is {after.get(key)!r};"
                 " restore the setting, or delete the folder to make the cache again"
             )
-
-
-def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        if isinstance(item, dict):
-            flat |= _flat(item, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = item
-    return flat

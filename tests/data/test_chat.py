@@ -4,10 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit import CHAT_TEMPLATE, tiny_tokenizer
+from kit import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
-from draftsmith.data.chat import Rendered, UnusableError, cut, prompt_ids, render, template_ids
+from draftsmith.data.chat import Rendered, UnusableError, cut, render, template_ids
 from draftsmith.errors import UserError
+from draftsmith.eval.decode import prompt_ids
+from draftsmith.models.target import Target
 
 USER, ANSWER = {"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "the sum"}
 AGAIN, LATER = {"role": "user", "content": "and now?"}, {"role": "assistant", "content": "a fox"}
@@ -65,7 +67,8 @@ def test_marked_and_unmarked_template_give_the_same_row() -> None:
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, UNMARKED, CHATML_LIKE, UNUSUAL, REWRITING, MARKED_REWRITING])
 def test_every_answer_follows_the_ids_that_a_server_reads_before_it(template: str) -> None:
     tokenizer = tiny_tokenizer(template)
-    prompts = [prompt_ids(chat, tokenizer) for chat in ([USER], [USER, ANSWER, AGAIN])]
+    target = Target(tiny_model(), tokenizer)
+    prompts = [prompt_ids(target, chat) for chat in ([USER], [USER, ANSWER, AGAIN])]
     starts = []
     for row in render([USER, ANSWER, AGAIN, LATER], tokenizer):
         for start in np.flatnonzero(np.diff(row.supervised.astype(int)) == 1) + 1:
@@ -127,7 +130,7 @@ def test_template_that_refuses_a_row_is_a_reason_not_a_crash() -> None:
 
 def test_prompt_longer_than_max_length_is_dropped_and_a_longer_answer_is_cut() -> None:
     tokenizer = tiny_tokenizer()
-    prompt = len(prompt_ids([USER], tokenizer))
+    prompt = len(prompt_ids(Target(tiny_model(), tokenizer), [USER]))
     with pytest.raises(UnusableError, match="prompt longer than max_length"):
         cut(only([USER, ANSWER], tokenizer), prompt)
     row = cut(only([USER, ANSWER], tokenizer), prompt + 1)

@@ -165,3 +165,30 @@ def test_empty_text_folder_and_no_sources_are_errors(tmp_path: Path) -> None:
 def test_source_without_path_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a path"):
         Source(kind="json")
+
+
+@pytest.mark.parametrize("kind", ["json", "text"])
+def test_tilde_in_a_path_is_the_home_folder(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "rows").mkdir()
+    write(tmp_path / "rows" / "rows.jsonl", [{"text": "one"}, {"text": "two"}])
+    for name in ("one", "two"):
+        (tmp_path / "rows" / f"{name}.txt").write_text(name)
+    path = "~/rows/rows.jsonl" if kind == "json" else "~/rows"
+    documents = load_documents(DataSettings(sources=(Source(kind=kind, path=path),)))
+    assert sorted(documents["text"][:]) == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["latin.jsonl", "latin.json", "text.txt"])
+def test_text_that_is_not_utf_8_is_one_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes('[{"text": "é"}]\n'.encode("latin-1"))
+    source = Source(kind="text" if name.endswith(".txt") else "json", path=str(tmp_path / name))
+    with pytest.raises(UserError, match=rf"{name}: not UTF-8 text") as caught:
+        load_documents(DataSettings(sources=(source,)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_as_a_json_source_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a folder; a source of kind json is one") as caught:
+        load_documents(DataSettings(sources=(Source(kind="json", path=str(tmp_path)),)))
+    assert "\n" not in str(caught.value)

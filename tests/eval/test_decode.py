@@ -1,5 +1,7 @@
 """The decoder: exact against plain decoding, whatever drafts, however prompts are batched."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,10 @@ from draftsmith import speculative_decode
 from draftsmith.errors import UserError
 from draftsmith.eval import decode as decoding
 from draftsmith.eval.decode import decode
-from draftsmith.eval.drafters import AlwaysWrong, EagleDrafter, LMDrafter, NoDraft, PromptLookup
+from draftsmith.eval.drafters import AlwaysWrong, Committed, EagleDrafter, LMDrafter, NoDraft, PromptLookup
+from draftsmith.eval.lookahead import Lookahead
 from draftsmith.eval.sampling import Sampler
-from draftsmith.eval.tree import chain_shape
+from draftsmith.eval.tree import Dynamic, chain_shape, level_shape
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import new_eagle_head
 from draftsmith.models.kv import KVCache
@@ -26,10 +29,11 @@ def drafters(target):
     half = DraftVocabulary(torch.arange(0, target.vocabulary, 2), target.vocabulary)
     taps = choose_taps(target.blocks)
     return {
-        "draft LM": LMDrafter(DraftLM.from_target_blocks(target, [0, target.blocks - 1])),
+        "draft LM": LMDrafter(DraftLM.from_target_blocks(target, list(range(target.blocks - 1)))),
         "EAGLE-3": EagleDrafter(new_eagle_head(target, taps, full)),
         "EAGLE-3, half the vocabulary": EagleDrafter(new_eagle_head(target, taps, half)),
         "prompt lookup": PromptLookup(),
+        "lookahead": Lookahead(window=4, grams=3, candidates=4),
         "oracle": LMDrafter(target),
         "always wrong": AlwaysWrong(target),
     }
@@ -45,37 +49,83 @@ def greedy_of_transformers(target, prompt, tokens):
     return out[0, len(prompt) :].tolist()
 
 
+def plain_greedy(target, texts, tokens):
+    out = decode(
+        target, NoDraft(), texts, shape=chain_shape(1), sampler=Sampler(0.0), max_new_tokens=tokens, eos_ids=NO_EOS
+    )
+    return [result.tokens for result in out]
+
+
+SHAPES = {
+    "chain": (chain_shape(4),),
+    "static": (level_shape([2, 2, 1]),),
+    "dynamic": (Dynamic(3, 3, 8),),
+}
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
 @pytest.mark.parametrize("flavour", ["plain", "gemma2", "mistral-window", "two-blocks"])
-def test_greedy_output_equals_generate_token_for_token(flavour):
-    """FAULTS 52 and 54 (windows of 8 are crossed many times): every drafter, several K, unequal prompts in one batch."""
+def test_greedy_output_equals_generate_token_for_token(flavour, shape):
+    """FAULTS 52 and 54 (windows of 8 are crossed many times): every drafter, unequal prompts in one batch."""
     target = tiny_target(flavour)
     texts = prompts(5)
-    expected = [greedy_of_transformers(target, text, 30) for text in texts]
+    expected = [greedy_of_transformers(target, text, 16) for text in texts]
     for name, drafter in drafters(target).items():
-        for K in (1, 3, 8):
-            out = decode(
-                target, drafter, texts, shape=chain_shape(K), sampler=Sampler(0.0), max_new_tokens=30, eos_ids=NO_EOS
-            )
-            assert [result.tokens for result in out] == expected, (name, K)
+        for form in SHAPES[shape]:
+            out = decode(target, drafter, texts, shape=form, sampler=Sampler(0.0), max_new_tokens=16, eos_ids=NO_EOS)
+            assert [result.tokens for result in out] == expected, (name, form)
 
 
 @pytest.mark.slow
-def test_hundred_prompts_equal_plain_greedy_for_every_drafter_and_k():
-    """FAULTS 52 in full for chains."""
+@pytest.mark.parametrize("name", ["draft LM", "EAGLE-3", "prompt lookup", "lookahead", "oracle"])
+def test_hundred_prompts_equal_plain_greedy_for_every_k_and_tree(name):
+    """FAULTS 52."""
     target = tiny_target()
     texts = prompts(100, seed=1)
-    plain = [
-        r.tokens
-        for r in decode(
-            target, NoDraft(), texts, shape=chain_shape(1), sampler=Sampler(0.0), max_new_tokens=24, eos_ids=NO_EOS
+    plain = plain_greedy(target, texts, 9)
+    # What lookahead proposes does not depend on the shape asked for.
+    chains = [8] if name == "lookahead" else range(1, 9)
+    for shape in (*map(chain_shape, chains), *SHAPES["static"], *SHAPES["dynamic"]):
+        out = decode(
+            target, drafters(target)[name], texts, shape=shape, sampler=Sampler(0.0), max_new_tokens=9, eos_ids=NO_EOS
         )
-    ]
-    for name, drafter in drafters(target).items():
-        for K in range(1, 9):
-            out = decode(
-                target, drafter, texts, shape=chain_shape(K), sampler=Sampler(0.0), max_new_tokens=24, eos_ids=NO_EOS
+        assert [result.tokens for result in out] == plain, shape
+
+
+class Recording(LMDrafter):
+    """A draft LM that remembers each proposal, and the tokens it was made for."""
+
+    def propose(self, committed, shape, sampler):
+        proposal = super().propose(committed, shape, sampler)
+        self.made.append(([list(tokens) for tokens in committed.tokens], proposal))
+        return proposal
+
+
+@pytest.mark.parametrize("shape", ["static", "dynamic"])
+def test_a_draft_lm_proposes_after_accepted_branches_what_a_fresh_one_proposes(shape):
+    """What it keeps of the last tree is what it would compute again."""
+    target = tiny_target()
+    model = DraftLM.from_target_blocks(target, [0, 1, 2])
+    drafter, [form] = Recording(model), SHAPES[shape]
+    drafter.made = []
+    decode(target, drafter, prompts(6), shape=form, sampler=Sampler(0.0), max_new_tokens=24, eos_ids=NO_EOS)
+    off_the_first_branch = 0
+    for (before, tree), (after, _) in pairwise(drafter.made):
+        if len(before) == len(after):
+            for row, (old, new) in enumerate(zip(before, after, strict=True)):
+                first = tree.parents.expand(len(before), -1)[row].tolist().index(0)
+                off_the_first_branch += len(new) - len(old) > 1 and new[len(old)] != int(tree.tokens[row, first])
+    assert off_the_first_branch > 3  # entries had to move
+    for tokens, proposal in drafter.made[1:]:
+        fresh = LMDrafter(model)
+        fresh.begin(len(tokens), 128)
+        nothing = torch.zeros(len(tokens), dtype=torch.long)
+        with torch.inference_mode():
+            again = fresh.propose(
+                Committed(tokens, torch.empty(len(tokens), 0, target.width), None, nothing), form, Sampler(0.0)
             )
-            assert [result.tokens for result in out] == plain, (name, K)
+        assert torch.equal(again.tokens, proposal.tokens)
+        assert torch.equal(again.parents, proposal.parents)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -108,45 +158,46 @@ def test_the_always_wrong_draft_gives_exactly_one_token_per_verify():
     assert {(step.emitted, step.accepted, step.drafted) for result in out for step in result.trace} == {(1, 0, 3)}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_prompt_decodes_alike_alone_in_a_batch_and_shuffled(temperature):
-    """FAULTS 63."""
+@pytest.mark.parametrize(
+    ("temperature", "shape"), [(0.0, chain_shape(3)), (0.8, chain_shape(3)), (0.8, level_shape([2, 1]))]
+)
+@pytest.mark.parametrize("name", ["draft LM", "EAGLE-3", "EAGLE-3, half the vocabulary", "prompt lookup", "lookahead"])
+def test_a_prompt_decodes_alike_alone_in_a_batch_and_shuffled(name, temperature, shape):
+    """FAULTS 63. A prompt of one token has no target states to start a head from."""
     target = tiny_target()
-    texts = prompts(6, seed=2)
-    for drafter in drafters(target).values():
+    texts = [*prompts(4, seed=2), [7]]
+    drafter = drafters(target)[name]
 
-        def run(order, batch, drafter=drafter):
-            found = {}
-            for start in range(0, len(order), batch):
-                names = order[start : start + batch]
-                out = decode(
-                    target,
-                    drafter,
-                    [texts[i] for i in names],
-                    shape=chain_shape(4),
-                    sampler=Sampler(temperature),
-                    max_new_tokens=20,
-                    names=names,
-                    eos_ids=NO_EOS,
-                )
-                found |= {
-                    i: (r.tokens, [(v.drafted, v.accepted, v.emitted, v.hits) for v in r.trace])
-                    for i, r in zip(names, out, strict=True)
-                }
-            return found
+    def run(order, batch):
+        found = {}
+        for start in range(0, len(order), batch):
+            names = order[start : start + batch]
+            out = decode(
+                target,
+                drafter,
+                [texts[i] for i in names],
+                shape=shape,
+                sampler=Sampler(temperature),
+                max_new_tokens=9,
+                names=names,
+                eos_ids=NO_EOS,
+            )
+            found |= {
+                i: (r.tokens, [(v.drafted, v.accepted, v.emitted, v.hits) for v in r.trace])
+                for i, r in zip(names, out, strict=True)
+            }
+        return found
 
-        assert run(list(range(6)), 1) == run(list(range(6)), 4) == run([3, 5, 0, 2, 4, 1], 6)
+    assert run([0, 1, 2, 3, 4], 1) == run([0, 1, 2, 3, 4], 3) == run([3, 4, 0, 2, 1], 5)
 
 
 def test_output_and_finish_reason_are_right_for_eos_at_every_place_and_every_cap():
     """FAULTS 53: the token at index j is declared EOS, for every j; caps of j − 1, j, j + 1."""
     target = tiny_target()
     [text] = prompts(1, seed=3)
-    [plain] = decode(
-        target, NoDraft(), [text], shape=chain_shape(1), sampler=Sampler(0.0), max_new_tokens=16, eos_ids=NO_EOS
-    )
-    for j, token in enumerate(plain.tokens):
-        first = plain.tokens.index(token)
+    [plain] = plain_greedy(target, [text], 8)
+    for j, token in enumerate(plain):
+        first = plain.index(token)
         for cap in {max(j, 1), j + 1, j + 2}:
             for drafter in (NoDraft(), LMDrafter(target), PromptLookup()):
                 [out] = decode(
@@ -158,10 +209,74 @@ def test_output_and_finish_reason_are_right_for_eos_at_every_place_and_every_cap
                     max_new_tokens=cap,
                     eos_ids=frozenset({token}),
                 )
-                assert out.tokens == plain.tokens[: min(first + 1, cap)]
+                assert out.tokens == plain[: min(first + 1, cap)]
                 assert out.finish_reason == ("stop" if first < cap else "length")
                 assert sum(step.emitted for step in out.trace) == len(out.tokens)
                 assert all(step.accepted <= step.emitted for step in out.trace)
+
+
+def test_output_and_finish_reason_are_right_for_every_stop_string_of_the_text():
+    """FAULTS 53: every suffix of the plain text, and a part of every one, as the stop string."""
+    target = tiny_target()
+    tokenizer = target.tokenizer
+    [text] = prompts(1, seed=3)
+    [plain] = plain_greedy(target, [text], 9)
+    whole = tokenizer.decode(plain)
+    strings = {whole[start:end] for start in range(len(whole)) for end in (start + 2, len(whole))}
+
+    def run(drafter, string, **more):
+        return decode(
+            target,
+            drafter,
+            [text],
+            shape=chain_shape(4),
+            sampler=Sampler(0.0),
+            max_new_tokens=len(plain),
+            eos_ids=NO_EOS,
+            stop=[string],
+            **more,
+        )[0]
+
+    oracle = LMDrafter(target)
+    lengths = set()
+    for string in sorted(strings):
+        end = next(n for n in range(1, len(plain) + 1) if string in tokenizer.decode(plain[:n]))
+        without, drafted = run(NoDraft(), string), run(oracle, string)
+        assert without.tokens == drafted.tokens == plain[:end], string
+        assert without.finish_reason == drafted.finish_reason == "stop"
+        assert sum(step.emitted for step in drafted.trace) == end
+        lengths.add(end)
+    assert len(lengths) > 4  # of steps cut at several places
+    absent = run(oracle, "no such text")
+    assert (absent.tokens, absent.finish_reason) == (plain, "length")
+
+
+def test_on_tokens_receives_exactly_the_emitted_tokens_in_order():
+    target = tiny_target()
+    texts = prompts(5, seed=5)
+    stop_at = plain_greedy(target, texts[:1], 6)[0][-1]
+    for shape in (chain_shape(4), *SHAPES["static"], *SHAPES["dynamic"]):
+        heard = [[] for _ in texts]
+
+        def listen(prompt, tokens, accepted, heard=heard):
+            heard[prompt].append((tokens, accepted))
+
+        out = decode(
+            target,
+            drafters(target)["draft LM"],
+            texts,
+            shape=shape,
+            sampler=Sampler(0.0),
+            max_new_tokens=14,
+            eos_ids=frozenset({stop_at}),
+            on_tokens=listen,
+        )
+        assert len({len(result.trace) for result in out}) > 1  # rows end at different steps
+        for result, calls in zip(out, heard, strict=True):
+            assert [token for tokens, _ in calls for token in tokens] == result.tokens
+            assert [(len(tokens), accepted) for tokens, accepted in calls] == [
+                (step.emitted, step.accepted) for step in result.trace
+            ]
 
 
 @pytest.mark.parametrize("flavour", ["plain", "mistral-window", "gemma2"])

@@ -1,6 +1,7 @@
 """The report says what was measured: the verdict first, nothing from outside, nothing unescaped."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.eval.report import build_report, console_tables, exactness, load_curves, verdict
-from draftsmith.eval.results import headline, load_results, measure
+from draftsmith.eval.results import headline, left_out, load_results, measure
 
 
 @pytest.fixture
@@ -173,3 +174,36 @@ def test_a_result_of_another_schema_is_refused(tmp_path: Path) -> None:
 def test_the_same_files_give_the_same_page(tmp_path: Path) -> None:
     write(tmp_path, eagle3=[entry("code", 2.4)])
     assert build_report(tmp_path).read_bytes() == build_report(tmp_path).read_bytes()
+
+
+def test_a_draft_that_the_config_no_longer_evaluates_is_left_out_and_named(tmp_path: Path) -> None:
+    write(tmp_path, eagle3=[entry("code", 2.4)], gone=[entry("code", 9.0)])
+    (tmp_path / "eval" / "broken.json").write_text("not json")
+    (tmp_path / "resolved.yaml").write_text("evaluation: {drafts: [eagle3]}\n")
+    assert {result.draft for result in load_results(tmp_path)} == {"eagle3"}
+    assert left_out(tmp_path) == ["broken.json (not in evaluation.drafts)", "gone.json (not in evaluation.drafts)"]
+
+
+def test_results_of_an_older_target_are_left_out_and_named(tmp_path: Path) -> None:
+    write(tmp_path, distilled=[entry("code", 9.0)], eagle3=[entry("code", 2.4)], oracle=[entry("code", 6.0)])
+    for seconds, (draft, target) in enumerate((("distilled", "old"), ("eagle3", "new"), ("oracle", "new"))):
+        path = tmp_path / "eval" / f"{draft}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"target": {"fingerprint": target}}))
+        os.utime(path, (seconds, seconds))
+    assert [result.draft for result in load_results(tmp_path)] == ["eagle3", "oracle"]
+    assert left_out(tmp_path) == ["distilled.json (of another target)"]
+
+
+def test_an_output_that_differs_from_plain_decoding_is_said_before_any_speed(tmp_path: Path, no_plots: None) -> None:
+    wrong = [entry("code", 1.9, 1.5, identical=[7, 8]), entry("chat", 1.9, 1.5, identical=[7, 8])]
+    write(tmp_path, eagle3=[entry("code", 2.4, 1.3)], distilled=wrong, oracle=[entry("code", 6, identical=[39, 40])])
+    judged = verdict(load_results(tmp_path))
+    assert judged.tone == "inexact"
+    assert first_line(build_report(tmp_path).read_text()) == judged.text
+    start = "NOT EXACT: distilled differs from plain decoding on 2 of 16 prompts and oracle on 1 of 40. eagle3 emits"
+    assert judged.text.startswith(start)
+
+
+def test_a_sampled_output_need_not_equal_plain_greedy_decoding(tmp_path: Path) -> None:
+    write(tmp_path, eagle3=[entry("code", 2.4, 1.3), entry("code", 2.0, 1.2, temperature=1.0, identical=[3, 40])])
+    assert verdict(load_results(tmp_path)).tone == "faster"

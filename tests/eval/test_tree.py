@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kit import tiny_target
 
 from draftsmith.errors import UserError
+from draftsmith.eval.decode import _prefill
 from draftsmith.eval.drafters import EagleDrafter, LMDrafter
 from draftsmith.eval.growth import grow
 from draftsmith.eval.sampling import Sampler
@@ -90,91 +91,133 @@ def test_the_optimal_tree_is_as_good_as_any_tree_of_its_size():
 
 
 def drafters(target):
+    """A draft LM and an EAGLE head. The fresh head hardly attends to other slots, so its weights are moved: here a wrong mask
+    must show."""
     vocabulary = DraftVocabulary(torch.arange(0, target.vocabulary, 2), target.vocabulary)
     head = new_eagle_head(target, (0, 1, 2), vocabulary)
+    generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        head.lm_head.weight.mul_(3.0)
-    return [LMDrafter(DraftLM.from_target_blocks(target, [0, 3])), EagleDrafter(head)]
+        for name, parameter in head.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "q_proj" in name or "k_proj" in name:
+                parameter.copy_(0.3 * noise)
+            else:
+                parameter.add_(0.1 * noise)
+    return {"draft LM": LMDrafter(DraftLM.from_target_blocks(target, [0, 3])), "EAGLE-3": EagleDrafter(head)}
 
 
 def begin(drafter, target, prompts):
-    """The drafter after its first proposal (a chain of one), so that its state of the prompts stands; and what it was given."""
-    from draftsmith.eval.decode import _prefill
-
+    """The drafter at its first proposal, and what it is given for it."""
     drafter.begin(len(prompts), 128)
-    cache = target.new_cache(len(prompts), 64)
-    return _prefill(target, drafter, cache, prompts)
+    return _prefill(target, drafter, target.new_cache(len(prompts), 64), prompts)
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_branch_of_a_grown_tree_is_what_a_chain_would_draft(which):
-    """Static growth: along any branch, the drafter's logits equal those of drafting that branch alone."""
-    target = tiny_target()
-    prompts = [[7, 8, 9, 10, 11], [20, 21, 22]]
-    drafter = drafters(target)[which]
+class Forced(Sampler):
+    """Drafts given draft ids [B][K] and remembers the logits that it was offered."""
+
+    def force(self, tokens):
+        self.tokens, self.seen = tokens, []
+        return self
+
+    def draft(self, logits, count=1):
+        self.seen.append(logits)
+        return [[row[len(self.seen) - 1]] for row in self.tokens], None
+
+
+def chain_logits(drafter, target, prompts, paths):
+    """Draft logits after each path of target tokens, drafted alone as a chain below its prompt."""
+    longest = max(map(len, paths)) + 1
+    ids = [drafter.vocabulary.to_draft(torch.tensor([*path, *[0] * (longest - len(path))])).tolist() for path in paths]
+    sampler = Forced(0.0).force(ids)
+    drafter.propose(begin(drafter, target, prompts), chain_shape(longest), sampler)
+    return torch.stack([sampler.seen[len(path)][row] for row, path in enumerate(paths)])
+
+
+def grow_and_compare(drafter, target, prompts, shape, monkeypatch, change_mask=lambda visible: visible):
+    """The tree that grows when `change_mask` is applied to each level's mask. Its logits after every node that was run must
+    be those of drafting the node's branch alone."""
+    whose, paths, found, run = [], [], [], [[()] for _ in prompts]
+    extend = drafter.extend
+
+    def watched(tokens, parents, visible, depth):
+        logits = extend(tokens, parents, change_mask(visible), depth)
+        for row, (ids, above) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
+            level = [(*run[row][parent], token) for token, parent in zip(ids, above, strict=True)]
+            run[row] += level
+            whose.extend([prompts[row]] * len(level))
+            paths.extend(level)
+            found.extend(logits[row])
+        return logits
+
     with torch.no_grad():
-        committed = begin(drafter, target, prompts)
-        tree = drafter.propose(committed, level_shape([2, 2, 1]), Sampler(0.0))
-        shape = level_shape([2, 2, 1])
-        for row in range(2):
-            for leaf in range(7, 11):
-                path = sorted(ancestors(shape.parents, leaf))
-                wanted = [int(tree.tokens[row, node]) for node in path[1:]]
-
-                class Forced(Sampler):
-                    def draft(self, logits, count=1, wanted=wanted, row=row):
-                        top = drafter.vocabulary.to_target(logits.topk(2, -1).indices)[row].tolist()
-                        assert wanted[self.at] in top[: 2 if self.at < 2 else 1]
-                        token = int(drafter.vocabulary.to_draft(torch.tensor(wanted[self.at])))
-                        self.at += 1
-                        return [[token]] * len(logits), None
-
-                sampler = Forced(0.0)
-                sampler.at = 0
-                drafter.propose(begin(drafter, target, prompts), chain_shape(3), sampler)
-                assert sampler.at == 3
+        with monkeypatch.context() as patch:
+            patch.setattr(drafter, "extend", watched)
+            tree = drafter.propose(begin(drafter, target, prompts), shape, Sampler(0.0))
+        assert max(map(len, paths)) == shape.depth - 1
+        torch.testing.assert_close(torch.stack(found), chain_logits(drafter, target, whose, paths), atol=1e-4, rtol=0)
+    return tree
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_the_dynamic_tree_equals_expanding_and_reranking_by_brute_force(which):
-    """EAGLE-2 by recursion over whole paths, each scored by drafting it alone."""
+GROWN = {"static": level_shape([2, 2, 1]), "dynamic": Dynamic(3, 3, 9)}
+PROMPTS = [[7, 8, 9, 10, 11], [20, 21, 22]]
+
+
+@pytest.mark.parametrize("which", ["draft LM", "EAGLE-3"])
+@pytest.mark.parametrize("shape", sorted(GROWN))
+def test_a_branch_of_a_grown_tree_is_what_a_chain_would_draft(shape, which, monkeypatch):
     target = tiny_target()
-    prompt = [7, 8, 9, 10, 11]
+    tree = grow_and_compare(drafters(target)[which], target, PROMPTS, GROWN[shape], monkeypatch)
+    assert tree.tokens.shape == (2, GROWN[shape].nodes + 1)
+
+
+@pytest.mark.parametrize("which", ["draft LM", "EAGLE-3"])
+@pytest.mark.parametrize("shape", sorted(GROWN))
+def test_a_mask_that_shows_every_node_to_every_node_would_be_seen(shape, which, monkeypatch):
+    """The control of the test above, without which it could be blind."""
+    target = tiny_target()
+    with pytest.raises(AssertionError, match="not close"):
+        grow_and_compare(drafters(target)[which], target, PROMPTS, GROWN[shape], monkeypatch, torch.ones_like)
+
+
+def test_the_static_tree_holds_the_likeliest_tokens_after_each_node():
+    target = tiny_target()
+    shape = GROWN["static"]
+    for drafter in drafters(target).values():
+        with torch.no_grad():
+            tokens = drafter.propose(begin(drafter, target, PROMPTS[:1]), shape, Sampler(0.0)).tokens[0].tolist()
+            inner = [node for node in range(len(tokens)) if shape.children[node]]
+            paths = [[tokens[i] for i in sorted(ancestors(shape.parents, node))[1:]] for node in inner]
+            logits = chain_logits(drafter, target, PROMPTS[:1] * len(inner), paths)
+        for node, after in zip(inner, logits, strict=True):
+            best = drafter.vocabulary.to_target(after.topk(len(shape.children[node])).indices).tolist()
+            assert [tokens[child] for child in shape.children[node]] == best
+
+
+@pytest.mark.parametrize("which", ["draft LM", "EAGLE-3"])
+def test_the_dynamic_tree_equals_expanding_and_reranking_by_brute_force(which, monkeypatch):
+    """EAGLE-2 over whole paths, each scored by drafting it alone."""
+    target = tiny_target()
     drafter = drafters(target)[which]
-    width, depth, budget = 3, 3, 9
-
-    def log_q(path):
-        """log q after a path of target tokens, by feeding it as a chain."""
-        seen = []
-
-        class Forced(Sampler):
-            def draft(self, logits, count=1):
-                seen.append(logits)
-                place = len(seen) - 1
-                token = int(drafter.vocabulary.to_draft(torch.tensor(path[place]))) if place < len(path) else 0
-                return [[token]], None
-
-        drafter.propose(begin(drafter, target, [prompt]), chain_shape(len(path) + 1), Forced(0.0))
-        return seen[len(path)][0].log_softmax(-1)
-
+    shape = Dynamic(3, 3, 14)  # levels 1 and 2 hold 12 nodes: some of level 3 must be chosen
     with torch.no_grad():
         level, pool = [((), 0.0)], []
-        for _ in range(depth):
+        for _ in range(shape.depth):
             candidates = []
-            for path, score in level:
-                values, ids = log_q(list(path)).topk(width)
+            q = chain_logits(drafter, target, PROMPTS[:1] * len(level), [path for path, _ in level]).log_softmax(-1)
+            for (path, score), after in zip(level, q, strict=True):
+                values, ids = after.topk(shape.width)
                 tokens = drafter.vocabulary.to_target(ids).tolist()
                 candidates += [((*path, t), score + float(v)) for t, v in zip(tokens, values, strict=True)]
             pool += candidates
-            level = sorted(candidates, key=lambda found: -found[1])[:width]
-        wanted = {path for path, _ in sorted(pool, key=lambda found: -found[1])[:budget]}
-        tree = drafter.propose(begin(drafter, target, [prompt]), Dynamic(width, depth, budget), Sampler(0.0))
+            level = sorted(candidates, key=lambda found: -found[1])[: shape.width]
+        wanted = {path for path, _ in sorted(pool, key=lambda found: -found[1])[: shape.budget]}
+    tree = grow_and_compare(drafter, target, PROMPTS[:1], shape, monkeypatch)
     tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
 
     def path_of(node):
         return () if node == 0 else (*path_of(parents[node]), tokens[node])
 
-    assert {path_of(node) for node in range(1, budget + 1)} == wanted
+    assert {path_of(node) for node in range(1, shape.budget + 1)} == wanted
     assert all(parent < node for node, parent in enumerate(parents))
 
 

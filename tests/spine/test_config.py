@@ -6,6 +6,7 @@ import pytest
 
 from draftsmith.config import Config, embedded, load_config
 from draftsmith.errors import UserError
+from draftsmith.settings import flat
 
 
 @pytest.fixture
@@ -66,6 +67,11 @@ def test_an_unknown_key_names_the_file_the_field_and_the_nearest_valid_key(
         ("eagle: {oracle: {}}", "eagle.oracle: this name is taken"),
         ("eagle: {a.b: {}}", "eagle.a.b: a draft's name"),
         ("eagle: {mine: {}}\ncache: {taps: none}", "cache.taps: an EAGLE head (eagle.mine) is trained on taps"),
+        ("target: {device: mps}", "target.device: 'mps' is not supported: GPU devices come with a later version"),
+        (
+            "target: {device: 'cuda:7'}",
+            "target.device: 'cuda:7' is not supported: GPU devices come with a later version",
+        ),
         ("- seed", "holds a list"),
     ],
 )
@@ -145,3 +151,9 @@ def test_the_heads_of_the_demo_differ_in_their_rollouts_alone() -> None:
         if value != eagle["eagle3-no-rollout"].model_dump()[key]
     }
     assert differing == {"rollouts"}
+
+
+def test_nested_values_become_dotted_names_in_their_order() -> None:
+    values = {"b": {"y": 1, "x": {"z": [2]}}, "a": None, "empty": {}}
+    assert list(flat(values).items()) == [("b.y", 1), ("b.x.z", [2]), ("a", None)]
+    assert "b x z" in flat(values, " ")

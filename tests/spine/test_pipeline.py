@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from draftsmith.cli import main
 
@@ -21,7 +22,7 @@ cache: {{k: 16}}
 distill: {{tokens: 2000, batch_tokens: 256, validations: 1, held_out_rows: 2}}
 eagle:
   eagle3-no-rollout: {{rollouts: 1, tokens: 2000, batch_tokens: 256, validations: 1, held_out_rows: 2}}
-  eagle3: {{rollouts: 3, tokens: 2000, batch_tokens: 256, validations: 1, held_out_rows: 2}}
+  eagle3: {{rollouts: 3, tokens: 2000, batch_tokens: 256, validations: 1, held_out_rows: 2, kv_heads: 2, draft_vocabulary: 200}}
 evaluation: {{drafts: [{drafts}], prompts: 2, prompt_tokens: 16, max_new_tokens: 16, K: 3, timed_prompts: 1}}
 tracking: {{trackers: []}}
 """
@@ -54,12 +55,17 @@ def document(rng: random.Random, chat: bool) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config whose every stage has run."""
-    root = tmp_path_factory.mktemp("pipeline")
+    file = new_config(tmp_path_factory.mktemp("pipeline"))
+    assert run("eval-acceptance", file) == 0
+    return file
+
+
+def new_config(root: Path) -> Path:
+    """A config and its corpus below `root`; nothing has run."""
     rng = random.Random(0)
     rows = [json.dumps(document(rng, chat=bool(index % 2))) for index in range(60)]
     (root / "rows.jsonl").write_text("\n".join(rows))
     (root / "exp.yaml").write_text(CONFIG.format(root=root, drafts=", ".join(DRAFTS)))
-    assert run("eval-acceptance", root / "exp.yaml") == 0
     return root / "exp.yaml"
 
 
@@ -124,7 +130,7 @@ def test_the_plan_tells_the_size_of_the_cache_and_the_parameters(
     said = float(out.split(" rows, ")[1].split(" MB")[0].replace(",", ""))
     stored = sum(path.stat().st_size for path in (config.parent / "runs" / "exp" / "cache").glob("*.safetensors"))
     assert said == pytest.approx(stored / 1e6, rel=0.05, abs=0.05)
-    for draft in ("distilled", "eagle3"):
+    for draft in ("distilled", "eagle3-no-rollout", "eagle3"):
         assert f"{results(config)[draft]['draft']['parameters']:,}" in out
 
 
@@ -165,3 +171,31 @@ def test_show_mask_and_the_cache_commands_print_what_is_there(config: Path, caps
     assert shard.name in capsys.readouterr().err
     content[-1] ^= 1
     shard.write_bytes(content)
+
+
+def test_a_cache_of_another_target_or_of_other_rows_is_made_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, short = new_config(tmp_path), "target.scratch.tokens=500"
+    assert run("cache", file, short) == 0
+    assert "removed" not in capsys.readouterr().out
+    for override, what in (("seed=1", "target"), ("data.train_tokens={prose: 300}", "rows")):
+        other = [short, "seed=1", override]
+        assert run("cache", file, *other) == 0
+        out = capsys.readouterr().out
+        assert f"cache: made for other {what}; removed {tmp_path / 'runs' / 'exp' / 'cache'}" in out
+        assert run("cache-verify", tmp_path / "runs" / "exp" / "cache") == 0
+        assert run("cache", file, *other) == 0
+        assert "cache: unchanged, skipped" in capsys.readouterr().out
+
+
+def test_parameters_are_counted_without_memory_for_them(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+
+    def count(module: torch.nn.Module) -> int:
+        made.extend(parameter.device for parameter in module.parameters())
+        return 0
+
+    monkeypatch.setattr("draftsmith.plan._count", count)
+    assert run("plan", config) == 0
+    assert {device.type for device in made} == {"meta"}

@@ -1,5 +1,6 @@
 """How the stages hang together: what each unit depends on, with fake work in place of training."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ EVALUATIONS = [f"eval-acceptance {name}" for name in ("untrained", "distilled", 
         ("eagle.a.rollouts=3", ["train-eagle a", "eval-acceptance a", "report"]),
         ("distill.tokens=7", ["distill", "eval-acceptance untrained", "eval-acceptance distilled", "report"]),
         ("evaluation.K=2", [*EVALUATIONS, "report"]),
-        ("evaluation.drafts=[a]", []),
+        ("evaluation.drafts=[a]", ["report"]),
+        ("target.dtype=bfloat16", ["cache", "distill", "train-eagle a", "train-eagle b", *EVALUATIONS, "report"]),
         ("cache.batch_tokens=9", []),
         ("tracking.project=other", []),
     ],
@@ -152,3 +154,24 @@ def test_demo_runs_every_stage_once_and_then_skips_every_one(
     assert "skipped" not in first
     assert [line for line in second.splitlines() if "skipped" in line] == [f"{s}: unchanged, skipped" for s in stages]
     assert f"report: {tmp_path / 'demo' / 'report.html'}" in second
+
+
+@pytest.mark.parametrize("command", ["demo", "eval-acceptance"])
+def test_an_output_that_differs_from_plain_decoding_is_exit_code_1_after_the_results(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = {"domain": "code", "temperature": 0.0, "K": 5, "identical": [14, 16], "tokens_per_verify": 2.0}
+    text = json.dumps({"schema": 1, "results": [entry]})
+    fakes = FAKES | {"evaluate": lambda work, draft: _touch(work.run / "eval" / f"{draft}.json", text=text)}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(Work, name, fake)
+    file = tmp_path / "exp.yaml"
+    file.write_text("evaluation: {drafts: [distilled]}\n")
+    drafts = "evaluation.drafts=[distilled]"
+    arguments = [command, *([str(file)] if command == "eval-acceptance" else []), f"run_root={tmp_path}", drafts]
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "tracking.trackers=[]"])
+    assert ended.value.code == 1
+    out = capsys.readouterr().out
+    assert "\nNOT EXACT: distilled differs from plain decoding on 2 of 16 prompts." in out
+    assert ("\nreport: " in out) == (command == "demo")

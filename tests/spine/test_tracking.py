@@ -130,3 +130,16 @@ def test_a_real_offline_run_writes_its_curve_below_the_run_folder_and_prints_not
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     out, err = capfd.readouterr()
     assert out + err == ""
+
+
+@pytest.mark.parametrize(("device", "cpu"), [("cpu", True), ("cuda", False)])
+def test_trackers_and_training_mean_the_same_device(
+    device: str, cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of `accelerate` is shared: made for another device first, it would be the training loop's too."""
+    asked: list[bool] = []
+    monkeypatch.setattr("accelerate.PartialState", lambda cpu=False: asked.append(cpu))
+    monkeypatch.setattr("accelerate.tracking.LOGGER_TYPE_TO_CLASS", {"trackio": lambda project: Recorder()})
+    made = Tracking((), "draftsmith", tmp_path, {}, device)
+    made._create("trackio")
+    assert asked == [cpu]
