@@ -13,12 +13,12 @@ STAGES := target prepare cache distill train-eagle eval-acceptance
 FIND_PYTHON = for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done
 
-.PHONY: help setup demo $(STAGES) plan show-mask report bench-decode test lint format types clean
+.PHONY: help setup demo $(STAGES) plan show-mask report bench-decode test test-long lint format types clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo              every stage on the embedded default, then the result table and runs/demo/report.html"
-	@echo "make test              the tests"
+	@echo "make test, test-long   the tests; the long ones are minutes of sampling"
 	@echo "make STAGE             one of: $(STAGES); with CONFIG=FILE and ARGS=\"key.sub=value ...\""
 	@echo "make plan, show-mask   what would run, and prepared samples with their masks; with CONFIG=FILE"
 	@echo "make report RUN=DIR    rebuilds the report of a run"
@@ -48,6 +48,9 @@ report: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+test-long: setup
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -102,11 +102,24 @@ CASES = [
 
 @pytest.mark.parametrize(("shape", "temperature", "filtered"), CASES)
 def test_every_drafter_emits_the_targets_law(shape, temperature, filtered):
+    check_law(shape, temperature, filtered, 400)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("filtered", sorted(FILTERS))
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_every_drafter_emits_the_targets_law_in_every_case(shape, temperature, filtered):
+    """All 27 cases for all drafters, with three times the draws: `make test-long`."""
+    check_law(shape, temperature, filtered, 1200)
+
+
+def check_law(shape, temperature, filtered, draws):
     target = five_token_target()
     sampler = Sampler(temperature, **FILTERS[filtered])
     law = enumerated_law(target, sampler)
     for number, (name, drafter) in enumerate(drafters(target).items()):
-        counts = observed_counts(target, drafter, SHAPES[shape], sampler, 400, seed=number)
+        counts = observed_counts(target, drafter, SHAPES[shape], sampler, draws, seed=number)
         assert p_value(counts, law) > FALSE_ALARM, name
 
 
