@@ -47,10 +47,10 @@ report: setup
 	$(BIN)/draftsmith report $(RUN)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 test-long: setup
-	$(BIN)/python -m pytest -m long $(ARGS)
+	$(BIN)/python -m pytest -n auto -m long $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
