@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from draftsmith.data.embedded import embedded_documents
 from draftsmith.errors import UserError
@@ -55,9 +55,11 @@ class DataSettings(Settings):
     sources: tuple[Source, ...] = (Source(),)
     max_length: int = Field(512, ge=2)
     held_out: float = Field(0.05, gt=0.0, lt=1.0)
-    train_tokens: dict[str, int] = Field(default_factory=dict)  # cap per domain; one without a cap is taken whole
-    held_out_tokens: dict[str, int] = Field(default_factory=dict)
-    seed: int = 0
+    train_tokens: dict[str, PositiveInt] = Field(
+        default_factory=dict
+    )  # cap per domain; one without a cap is taken whole
+    held_out_tokens: dict[str, PositiveInt] = Field(default_factory=dict)
+    seed: int = Field(0, ge=0)
 
 
 class Document(NamedTuple):

@@ -16,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import xxhash
 import yaml
 
 from draftsmith import __version__
@@ -24,6 +25,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import digest, publish_json, publish_text
 
 RECORDS = "stages"
+DIGESTED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,8 @@ class RunFolder:
         for key in unit.inputs:
             if key in running or self._id(key) != record.get("inputs", {}).get(key):
                 return f"{key} is new"
-        for name, size in record["outputs"].items():
-            if _size(self.path / name) != size:
+        for name, mark in record["outputs"].items():
+            if _mark(self.path / name) != mark:
                 return f"{name} is missing or changed"
         return ""
 
@@ -105,7 +107,7 @@ class RunFolder:
         finished = {
             "id": uuid.uuid4().hex,
             "inputs": {key: self._id(key) for key in unit.inputs},
-            "outputs": self._sizes(unit),
+            "outputs": self._marks(unit),
             "seconds": round(seconds, 1),
         }
         publish_json(self._place(unit.key), state | finished)
@@ -122,14 +124,16 @@ class RunFolder:
             else:
                 place.unlink(missing_ok=True)
 
-    def _sizes(self, unit: Unit) -> dict[str, int]:
-        """Bytes of every file below the unit's outputs. Raises where one was not made: a fault of ours."""
-        sizes: dict[str, int] = {}
+    def _marks(self, unit: Unit) -> dict[str, str | None]:
+        """A mark of every file below the unit's outputs. Raises where one was not made: a fault of ours."""
+        marks: dict[str, str | None] = {}
         for name in unit.outputs:
             place = self.path / name
             files = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
-            sizes |= {path.relative_to(self.path).as_posix(): path.stat().st_size for path in files}
-        return sizes
+            if not all(path.is_file() for path in files):
+                raise FileNotFoundError(f"{place} was not made by {unit.key}")
+            marks |= {path.relative_to(self.path).as_posix(): _mark(path) for path in files}
+        return marks
 
     def _id(self, key: str) -> str | None:
         return (self.record(key) or {}).get("id")
@@ -205,8 +209,12 @@ def _differences(old: Any, new: Any, prefix: str = "") -> list[str]:
     return [] if same else [prefix.rstrip(".") or "settings"]
 
 
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
+def _mark(path: Path) -> str | None:
+    """Size and, unless the file is large, digest of its content; shards and large weights have checksums of their own."""
+    if not path.is_file():
+        return None
+    size = path.stat().st_size
+    return f"{size} {xxhash.xxh3_64_hexdigest(path.read_bytes())}" if size <= DIGESTED_BYTES else str(size)
 
 
 def _yaml(values: dict[str, Any]) -> str:

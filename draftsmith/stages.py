@@ -181,7 +181,10 @@ class Work:
     def reader(self) -> "CacheReader":
         from draftsmith.data.cache.reader import CacheReader
 
-        return CacheReader(self.run / "cache", self.target.fingerprint())
+        reader = CacheReader(self.run / "cache", self.target.fingerprint())
+        if damage := reader.verify():  # every byte, once: a flipped one would be trained on without a sign
+            raise UserError(f"{self.run / 'cache'}: {damage[0]}; run `draftsmith cache` to rebuild this shard")
+        return reader
 
     @functools.cached_property
     def prompts(self) -> dict[str, list[list[int]]]:

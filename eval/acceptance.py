@@ -76,7 +76,7 @@ def evaluate(
     plain: PlainRuns,
     on_progress: Callable[[int], None] = lambda prompts: None,
 ) -> list[dict[str, Any]]:
-    """The `results` of DESIGN section 2 for one draft: one entry per domain and temperature.
+    """The `results` of docs/conventions.md for one draft: one entry per domain and temperature.
 
     `plain` is filled with the reference outputs on first use and shared between drafts.
     """

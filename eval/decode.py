@@ -5,7 +5,7 @@ Knows nothing of files, domains or metrics; it records what `draftsmith.eval.met
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -155,6 +155,8 @@ def _check(target: Target, prompts: Sequence[Sequence[int]], shape: Shape, max_n
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise UserError(f"prompt {index} is empty: it needs at least one token")
+        if wrong := [token for token in prompt if not 0 <= token < target.vocabulary]:
+            raise UserError(f"prompt {index} holds token {wrong[0]}; the target has 0 to {target.vocabulary - 1}")
         if len(prompt) + max_new_tokens + shape.depth > target.context:
             raise UserError(
                 f"prompt {index} has {len(prompt)} tokens; with max_new_tokens {max_new_tokens} and {shape.depth} drafted that "
@@ -269,6 +271,10 @@ def as_drafter(draft: Any, target: Target) -> Drafter:
         folder = Path(draft)
         draft = EagleHead.load(folder, target) if _is_eagle(folder) else DraftLM.load(folder, target)
     if isinstance(draft, EagleHead):
+        if draft.config.target_fingerprint not in ("", target.fingerprint()):
+            raise UserError(
+                f"the EAGLE head was made for target {draft.config.target_fingerprint}, not {target.fingerprint()}"
+            )
         return EagleDrafter(draft)
     if isinstance(draft, Drafter):
         return draft
@@ -289,6 +295,8 @@ def _is_eagle(folder: Path) -> bool:
 
 def prompt_ids(target: Target, prompt: str | Sequence[int] | Sequence[dict[str, str]]) -> list[int]:
     """Token ids of a prompt: text is tokenised as it stands, messages go through the chat template."""
+    if isinstance(prompt, Mapping):  # what a tokenizer returns
+        return [int(token) for token in cast(Mapping[str, Sequence[int]], prompt)["input_ids"]]
     if isinstance(prompt, str):
         return list(target.tokenizer(prompt)["input_ids"])
     if len(prompt) and isinstance(prompt[0], dict):

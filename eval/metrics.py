@@ -1,4 +1,4 @@
-"""From verify traces to the metrics of DESIGN section 5, each with a 95 % bootstrap interval over prompts.
+"""From verify traces to the metrics of docs/conventions.md, each with a 95 % bootstrap interval over prompts.
 
 Sums are kept per prompt and ratios are taken last, so that a number over many prompts weighs every verify alike. Knows traces only.
 """

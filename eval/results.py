@@ -1,4 +1,4 @@
-"""Reads the measured results of a run folder (`eval/*.json`, DESIGN section 2) and puts them in one order.
+"""Reads the measured results of a run folder (`eval/*.json`, docs/conventions.md) and puts them in one order.
 
 Knows the schema of the files and which draft a reader cares about; draws and prints nothing.
 """

@@ -26,7 +26,9 @@ def processed(
     top-k keeps the k largest logits and what ties with the last of them. top-p keeps the smallest set of likeliest tokens whose
     mass reaches `top_p`. min-p keeps the tokens with at least `min_p` times the probability of the likeliest one.
     """
-    z = logits.double() / temperature
+    z = (
+        logits.double() - logits.amax(-1, keepdim=True)
+    ) / temperature  # the maximum is 0: nothing overflows at any temperature
     if top_k is not None and top_k < z.shape[-1]:
         z = z.masked_fill(z < z.topk(top_k, dim=-1).values[..., -1:], float("-inf"))
     p = z.softmax(-1)
@@ -74,8 +76,10 @@ class Sampler:
         for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
             if share is not None and not 0.0 < share <= 1.0:
                 raise UserError(f"{name} {share}: must lie in (0, 1]")
-        if self.repetition_penalty <= 0:
+        if not 0 < self.repetition_penalty < float("inf"):
             raise UserError(f"repetition_penalty {self.repetition_penalty}: must be above 0 (1 is none)")
+        if not abs(self.presence_penalty) < float("inf"):
+            raise UserError(f"presence_penalty {self.presence_penalty}: must be a number (0 is none)")
 
     def only(self, active: list[bool]) -> "Sampler":
         """The same sampler, in which rows that are not active leave their random streams untouched."""
@@ -88,6 +92,8 @@ class Sampler:
 
     def start(self, seed: int | None, names: list[int]) -> None:
         """One stream per prompt, made from the seed and the prompt's own name (a number that stays with it)."""
+        if seed is not None and seed < 0:
+            raise UserError(f"seed {seed}: must be 0 or above")
         root = int(np.random.default_rng(seed).integers(2**63))
         self.streams = [np.random.default_rng([root, name]) for name in names]
 

@@ -1,6 +1,6 @@
 """What an evaluation can be told. Kept apart from the code that decodes, so that a config is read and checked without torch."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -11,9 +11,9 @@ class EvalSettings(Settings):
     """What is decoded. prompts: per domain; prompt_tokens: how much of a held-out text is given; batch: prompts decoded at once
     (the result does not depend on it); timed_prompts: per domain, decoded one at a time for the speed-up (0: not measured)."""
 
-    drafts: tuple[str, ...] = ("untrained", "distilled", "prompt-lookup", "oracle")
+    drafts: tuple[str, ...] = Field(("untrained", "distilled", "prompt-lookup", "oracle"), min_length=1)
     domains: tuple[str, ...] | None = None
-    temperatures: tuple[float, ...] = (0.0, 1.0)
+    temperatures: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = Field((0.0, 1.0), min_length=1)
     K: int = Field(5, ge=1)
     drafting: Literal["sampled", "greedy"] = "sampled"
     top_k: int | None = Field(None, ge=1)

@@ -5,12 +5,14 @@ Knows files and tokenizers; knows nothing of caches on disk, drafts or decoding.
 
 import functools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import xxhash
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.errors import UserError
@@ -75,7 +77,12 @@ class Target(LanguageModel):
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise UserError(f"target.path: {name} has no usable tokenizer ({_first_line(error)})") from error
-        return cls(model, tokenizer, name)
+        target = cls(model, tokenizer, name)
+        if len(tokenizer) > target.vocabulary:
+            raise UserError(
+                f"{name}: its tokenizer has {len(tokenizer)} tokens, its output head only {target.vocabulary}"
+            )
+        return target
 
     @property
     def has_tokenizer(self) -> bool:
@@ -123,15 +130,25 @@ def load_model(name: str, dtype: str = "float32", trust_remote_code: bool = Fals
         )
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        return AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
             dtype=DTYPES[dtype],
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise UserError(f"{name}: not a usable model folder or hub name ({_first_line(error)})") from error
+    # The library would fill missing weights with random numbers and go on.
+    if missing := sorted(found["missing_keys"]):
+        raise UserError(
+            f"{name}: {len(missing)} weights of its configuration are missing, {missing[0]} first; complete the folder"
+        )
+    # Of a block that the configuration leaves out; other extras (a draft head, say) are none of our business.
+    if left := sorted(key for key in found["unexpected_keys"] if re.search(r"\.(layers|h|blocks)\.\d+\.", f".{key}")):
+        raise UserError(f"{name}: its configuration has no place for {left[0]}; mend num_hidden_layers in config.json")
+    return model
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Dependencies point one way (DESIGN section 1), as the import statements of every module say."""
+"""Dependencies point one way (docs/conventions.md), as the import statements of every module say."""
 
 import ast
 from pathlib import Path

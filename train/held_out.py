@@ -1,6 +1,6 @@
 """Expected acceptance on held-out text against the target's full distribution: what picks the best checkpoint.
 
-`alpha_teacher_forced` of DESIGN section 5: no decoding, no truncated cache. Knows the target and a few rows of text.
+`alpha_teacher_forced` of docs/conventions.md: no decoding, no truncated cache. Knows the target and a few rows of text.
 """
 
 from collections.abc import Sequence

@@ -96,13 +96,13 @@ def train(
             record = _record(loss, sums, optimizer.param_groups[0]["lr"], progress.rate)
             if step + 1 in validate_at:
                 summary.expected_acceptance = held_out.expected_acceptance(objective)
-                record["held_out_acceptance"] = _run_length(summary.expected_acceptance)
-                if not np.isfinite(record["held_out_acceptance"]):
+                record["held_out_run_length"] = _run_length(summary.expected_acceptance)
+                if not np.isfinite(record["held_out_run_length"]):
                     raise UserError(
                         f"{title}: held-out acceptance is not a number at step {step}; lower matrix_lr and other_lr"
                     )
-                if record["held_out_acceptance"] > best:
-                    best, summary.best_step, kept = record["held_out_acceptance"], step + 1, summary.expected_acceptance
+                if record["held_out_run_length"] > best:
+                    best, summary.best_step, kept = record["held_out_run_length"], step + 1, summary.expected_acceptance
                     keep()
             if step % settings.log_every == 0 or step + 1 in validate_at:
                 lines.write(json.dumps({"step": step + 1, **record}) + "\n")

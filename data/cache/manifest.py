@@ -15,7 +15,7 @@ from draftsmith.settings import Settings, flat
 
 SCHEMA = 1
 NAME = "manifest.json"
-# DESIGN section 3, as data: a reader refuses a cache that was made under others.
+# docs/conventions.md, as data: a reader refuses a cache that was made under others.
 CONVENTIONS = {
     "last": "after the target's final norm: head(last) are the logits",
     "taps": "outputs of blocks counted from 0, before any final norm",

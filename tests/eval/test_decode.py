@@ -359,3 +359,16 @@ def test_prompt_lookup_takes_the_most_recent_match_of_the_longest_suffix():
     assert lookup._continuation([1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3], 2) == [8, 1]
     assert lookup._continuation([5, 6, 7], 4) == []
     assert lookup._continuation([4, 4, 4], 3) == [4]
+
+
+@pytest.mark.parametrize("prompt", [[5, 150], [5, -1]])
+def test_ids_that_the_target_does_not_have_are_named(prompt):
+    with pytest.raises(UserError, match=f"token {prompt[1]}"):
+        speculative_decode(tiny_target(), None, prompt, max_new_tokens=2)
+
+
+def test_a_head_object_of_another_target_is_refused():
+    target = tiny_target()
+    head = new_eagle_head(target, choose_taps(4), DraftVocabulary.all_of(target.vocabulary))
+    with pytest.raises(UserError, match="made for target"):
+        speculative_decode(tiny_target(seed=3), head, [7, 8], max_new_tokens=2)

@@ -35,3 +35,16 @@ def test_a_draw_never_returns_a_token_of_probability_zero():
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(UserError):
         Sampler(**wrong)
+
+
+@pytest.mark.parametrize("temperature", [1e-308, 1e-9, 1e-3])
+def test_a_temperature_near_zero_is_greedy_and_never_garbage(temperature):
+    assert processed(torch.tensor([3.0, 500.0, -2.0]), temperature).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"repetition_penalty": float("nan")}, {"presence_penalty": float("inf")}, {"min_p": 2.0}]
+)
+def test_penalties_that_are_no_numbers_are_refused(wrong):
+    with pytest.raises(UserError):
+        Sampler(1.0, **wrong)

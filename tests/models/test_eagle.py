@@ -202,7 +202,8 @@ def test_an_unreadable_head_is_one_line(tmp_path, damage):
 def test_started_from_the_embedding_a_head_predicts_what_its_output_head_reads_there():
     """At every rollout step, far above chance (1 in 150), which is where a head without that start stands."""
     target = tiny_target(num_key_value_heads=4)
-    taps, tokens = torch.randn(40, 3, target.width), torch.randint(6, 100, (1, 40))
+    torch.manual_seed(0)
+    taps, tokens = torch.randn(400, 3, target.width), torch.randint(6, 100, (1, 400))
     joined = target.model.get_input_embeddings()(tokens)
 
     def agreement(sample):
@@ -210,12 +211,12 @@ def test_started_from_the_embedding_a_head_predicts_what_its_output_head_reads_t
         wanted = head.lm_head(rms(joined, torch.ones(target.width), 1e-6)).argmax(-1)[0]
         states = list(rollout(head, tokens, taps[None], 3))
         return [
-            (head.logits(s)[0, : 39 - k].argmax(-1) == wanted[1 + k :]).float().mean().item()
+            (head.logits(s)[0, : 399 - k].argmax(-1) == wanted[1 + k :]).float().mean().item()
             for k, s in enumerate(states)
         ]
 
-    assert min(agreement(taps)) > 0.25
-    assert max(agreement(None)) < 0.1
+    assert min(agreement(taps)) > 0.15
+    assert max(agreement(None)) < 0.03
 
 
 def test_a_vocabulary_too_small_for_that_start_is_refused():

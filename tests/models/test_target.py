@@ -1,8 +1,11 @@
 """The target's conventions: last state, taps, head, fingerprint, and what is refused."""
 
+import json
+
 import pytest
 import torch
 from kit import FLAVOURS, tiny_model, tiny_target, tiny_target_folder, tiny_tokenizer
+from safetensors.torch import load_file, save_file
 
 from draftsmith.errors import UserError
 from draftsmith.models.target import Target, choose_taps
@@ -100,3 +103,35 @@ def test_an_architecture_whose_logits_are_scaled_in_an_unknown_way_is_refused():
     model.forward = scaled
     with pytest.raises(UserError, match="llama"):
         Target(model, tiny_tokenizer())
+
+
+@pytest.mark.parametrize(
+    "damage", ["missing tensor", "more blocks", "fewer blocks", "truncated", "other shape", "LFS pointer"]
+)
+def test_weights_that_do_not_fit_their_configuration_are_refused_and_never_filled_in(tmp_path, damage):
+    folder = tiny_target_folder(tmp_path)
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    if damage == "missing tensor":
+        save_file(
+            {k: v for k, v in load_file(weights).items() if "layers.2.mlp.up_proj" not in k}, weights, {"format": "pt"}
+        )
+    elif damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "LFS pointer":
+        weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    else:
+        change = {
+            "more blocks": ("num_hidden_layers", 6),
+            "fewer blocks": ("num_hidden_layers", 3),
+            "other shape": ("vocab_size", 99),
+        }
+        key, value = change[damage]
+        config.write_text(json.dumps(json.loads(config.read_text()) | {key: value}))
+    with pytest.raises(UserError, match=str(folder)) as caught:
+        Target.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_larger_than_the_output_head_is_refused(tmp_path):
+    with pytest.raises(UserError, match="tokenizer has"):
+        Target.load(tiny_target_folder(tmp_path, vocabulary=100))
