@@ -320,7 +320,8 @@ def rank_profile(target: Target, drafter: Drafter, texts: list[list[int]], depth
 PAGE = """# The decoder, measured
 
 Made by `make bench-decode` from a finished demo; the numbers are in `docs/studies/decode.json`. All sides are timed in one process,
-in turn on every prompt, the better of two rounds counts; a ratio's 95 % interval is bootstrapped over prompts. The *heavy twin* computes the same function as the
+in turn on every prompt, the better of two rounds counts; a ratio's 95 % interval is bootstrapped over prompts.
+The *heavy twin* computes the same function as the
 demo's target at about twelve times its cost (blocks whose output projections are zero), so acceptance stays real while the
 target's cost dominates, as it does for models that are served. `verify_cost` is the time of one target forward over n tree nodes,
 in forwards over one token.
