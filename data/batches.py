@@ -23,6 +23,16 @@ class TopK(NamedTuple):
     log_probs: Tensor
 
 
+class Sampled(NamedTuple):
+    """Tokens drawn from the target's distribution after each slot: an unbiased estimate of it. ids: int64 [B, T, n],
+    −1 in unused places; log_probs: float32 [B, T, n], their true log-probabilities; weights: float32 [B, T, n], the
+    share of the draws that fell on each, whose expectation is the probability and whose sum is 1 (padding: 0)."""
+
+    ids: Tensor
+    log_probs: Tensor
+    weights: Tensor
+
+
 class HasTokens(Protocol):
     """A row of either kind: from `Rows` or from a cache."""
 
@@ -43,7 +53,7 @@ class HasStates(HasTokens, Protocol):
     def last(self) -> np.ndarray | None: ...
 
     @property
-    def distribution(self) -> tuple[np.ndarray, np.ndarray] | None: ...
+    def distribution(self) -> tuple[np.ndarray, ...] | None: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,8 @@ class Batch:
     """Rows padded on the right to the longest (B rows, T slots, A taps, W width). Padding is never supervised.
 
     token_ids: int64 [B, T]; supervised: bool [B, T] (role: predicted token); lengths: int64 [B];
-    taps: float32 [B, T, A, W] or None; last: float32 [B, T, W] or None; teacher: `TopK` over [B, T] or None.
+    taps: float32 [B, T, A, W] or None; last: float32 [B, T, W] or None; teacher: over [B, T], or None where it is to be
+    recomputed from `last`; weights: float32 [B, T], what the prediction of token t counts (None: 1 each).
     """
 
     token_ids: Tensor
@@ -59,7 +70,8 @@ class Batch:
     lengths: Tensor
     taps: Tensor | None = None
     last: Tensor | None = None
-    teacher: TopK | None = None
+    teacher: TopK | Sampled | None = None
+    weights: Tensor | None = None
 
     def to(self, device: str | torch.device) -> "Batch":
         """The batch with all tensors on `device`."""
@@ -73,7 +85,8 @@ class Batch:
             self.lengths.to(device),
             move(self.taps),
             move(self.last),
-            None if self.teacher is None else TopK(*(tensor.to(device) for tensor in self.teacher)),
+            None if self.teacher is None else type(self.teacher)(*(tensor.to(device) for tensor in self.teacher)),
+            move(self.weights),
         )
 
 
@@ -133,9 +146,13 @@ def collate(rows: Sequence[HasStates]) -> Batch:
     last = [row.last for row in rows if row.last is not None]
     teacher = [row.distribution for row in rows if row.distribution is not None]
     if teacher:
-        ids = _padded([np.asarray(ids, dtype=np.int64) for ids, _ in teacher])
-        log_probs = _padded([np.asarray(values, dtype=np.float32) for _, values in teacher], fill=NO_MASS)
-        batch = replace(batch, teacher=TopK(ids, log_probs))
+        ids = _padded([np.asarray(parts[0], dtype=np.int64) for parts in teacher])
+        log_probs = _padded([np.asarray(parts[1], dtype=np.float32) for parts in teacher], fill=NO_MASS)
+        if len(teacher[0]) == 3:
+            weights = _padded([np.asarray(parts[2], dtype=np.float32) for parts in teacher])
+            batch = replace(batch, teacher=Sampled(ids, log_probs, weights))
+        else:
+            batch = replace(batch, teacher=TopK(ids, log_probs))
     return replace(batch, taps=_padded(taps) if taps else None, last=_padded(last) if last else None)
 
 

@@ -7,16 +7,16 @@ neither padding nor how the step is split into micro-batches. Knows no draft typ
 import json
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
-from draftsmith.data.batches import Batch, collate, length_buckets
-from draftsmith.data.cache.reader import CacheReader
+from draftsmith.data.batches import Batch, length_buckets
 from draftsmith.errors import UserError
 from draftsmith.progress import ticker
 from draftsmith.train.held_out import HeldOut
@@ -25,6 +25,16 @@ from draftsmith.train.optim import compute_dtype, make_optimizer, schedule, set_
 from draftsmith.train.settings import TrainSettings
 
 Log = Callable[[dict[str, float], int], None]
+
+
+class Source(Protocol):
+    """Where rows come from: a cache on disk, the target at work, the draft's own continuations."""
+
+    lengths: np.ndarray  # int64 [rows], tokens of each
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Some rows with all that their objective needs, padded."""
+        ...
 
 
 @dataclass
@@ -56,7 +66,7 @@ def batch_plan(lengths: np.ndarray, settings: TrainSettings, seed: int) -> list[
 
 def train(
     objective: Objective,
-    reader: CacheReader,
+    source: Source,
     held_out: HeldOut,
     settings: TrainSettings,
     *,
@@ -66,12 +76,12 @@ def train(
     log: Log | None = None,
     title: str = "train",
 ) -> Summary:
-    """Train `objective` on the cache. `keep()` is called whenever held-out acceptance is the best so far.
+    """Train `objective` on the rows of `source`. `keep()` is called whenever held-out acceptance is the best so far.
 
     Writes `<folder>/training.jsonl`. Raises UserError for a loss that is not finite, naming step and rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    plan = batch_plan(reader.lengths, settings, seed)
+    plan = batch_plan(source.lengths, settings, seed)
     device = held_out.target.device
     precision = "bf16" if compute_dtype(device) == torch.bfloat16 else "no"
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
@@ -80,10 +90,10 @@ def train(
     summary = Summary(steps=len(plan), at_start=held_out.expected_acceptance(objective))
     validate_at = {round((i + 1) * len(plan) / settings.validations) for i in range(settings.validations)}
     best, kept, started = -1.0, summary.at_start, time.monotonic()
-    total = sum(int(reader.lengths[rows].sum()) for micro in plan for rows in micro)
+    total = sum(int(source.lengths[rows].sum()) for micro in plan for rows in micro)
     with (folder / "training.jsonl").open("w") as lines, ticker(title, total, "tokens") as progress:
         for step, micro in enumerate(plan):
-            batches = [collate([reader[row] for row in rows]).to(device) for rows in micro]
+            batches = [source.batch(rows).to(device) for rows in micro]
             set_learning_rate(optimizer, schedule(step, len(plan), max(1, round(settings.warmup * len(plan)))))
             loss, sums = _step(model, objective, batches, optimizer, accelerator, settings.clip)
             if not np.isfinite(loss):

@@ -11,6 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from draftsmith.data.batches import Batch, collate
 from draftsmith.data.cache.codecs import DISTRIBUTION_CODECS, STATE_CODECS, tensor_name
 from draftsmith.data.cache.manifest import Manifest, read_manifest
 from draftsmith.data.cache.writer import shard_damage
@@ -30,7 +31,7 @@ class CachedRow(NamedTuple):
     supervised: np.ndarray
     taps: np.ndarray | None
     last: np.ndarray | None
-    distribution: tuple[np.ndarray, np.ndarray] | None
+    distribution: tuple[np.ndarray, ...] | None
     domain: str
 
 
@@ -84,6 +85,10 @@ class CacheReader(Sequence[CachedRow]):
             return handle.get_slice(name)[start:end]
 
         return decode_row(self.manifest.fields, read, self.domain(index))
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Some rows, padded: what a trainer takes (`draftsmith.train.loop.Source`)."""
+        return collate([self[index] for index in indices])
 
     def __iter__(self) -> Iterator[CachedRow]:
         return (self[index] for index in range(len(self)))
