@@ -4,7 +4,6 @@
 Knows nothing of files, domains or metrics; it records what `draftsmith.eval.metrics` needs.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +14,15 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.eval import rules
-from draftsmith.eval.drafters import Committed, Drafter, EagleDrafter, LMDrafter, NoDraft
+from draftsmith.eval.drafters import Committed, Drafter, EagleDrafter, LMDrafter, MedusaDrafter, NoDraft
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import Proposal, Shape, chain_shape
 from draftsmith.models.draft import DraftLM
-from draftsmith.models.eagle import EagleHead
+from draftsmith.models.eagle import KINDS, EagleHead
+from draftsmith.models.heads import check_target, head_kind
 from draftsmith.models.kv import KVCache
 from draftsmith.models.lm import LanguageModel
+from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 
 
@@ -269,13 +270,12 @@ def as_drafter(draft: Any, target: Target) -> Drafter:
         return NoDraft()
     if isinstance(draft, str | Path):
         folder = Path(draft)
-        draft = EagleHead.load(folder, target) if _is_eagle(folder) else DraftLM.load(folder, target)
-    if isinstance(draft, EagleHead):
-        if draft.config.target_fingerprint not in ("", target.fingerprint()):
-            raise UserError(
-                f"the EAGLE head was made for target {draft.config.target_fingerprint}, not {target.fingerprint()}"
-            )
-        return EagleDrafter(draft)
+        kind = head_kind(folder)
+        loads = MedusaHeads.load if kind == "medusa" else EagleHead.load if kind in KINDS else DraftLM.load
+        draft = loads(folder, target)  # whatever else it is, loading it as a causal LM says what is wrong
+    if isinstance(draft, EagleHead | MedusaHeads):
+        check_target(draft.config, target, "the draft head")
+        return EagleDrafter(draft) if isinstance(draft, EagleHead) else MedusaDrafter(draft)
     if isinstance(draft, Drafter):
         return draft
     model = draft if isinstance(draft, LanguageModel) else DraftLM(draft)
@@ -284,13 +284,6 @@ def as_drafter(draft: Any, target: Target) -> Drafter:
             f"the draft has {model.vocabulary} tokens, the target {target.vocabulary}: they must share a vocabulary"
         )
     return LMDrafter(model)
-
-
-def _is_eagle(folder: Path) -> bool:
-    try:
-        return json.loads((folder / "config.json").read_text()).get("kind") == "eagle3"
-    except (OSError, ValueError, AttributeError):
-        return False  # whatever it is, loading it as a causal LM says what is wrong
 
 
 def prompt_ids(target: Target, prompt: str | Sequence[int] | Sequence[dict[str, str]]) -> list[int]:

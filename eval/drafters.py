@@ -5,17 +5,20 @@ itself: entries of drafted tokens are dropped before the next proposal. Knows no
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.eval.growth import grow
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import Proposal, Shape, chain
 from draftsmith.models.eagle import Attend, EagleHead
 from draftsmith.models.kv import KVCache, attention_mask
 from draftsmith.models.lm import LanguageModel
+from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.vocabulary import DraftVocabulary
 
 
@@ -52,6 +55,10 @@ class Drafter:
     def propose(self, committed: Committed, shape: Shape, sampler: Sampler) -> Proposal:
         """A tree of this shape, or a part of it, for every row."""
         raise NotImplementedError
+
+    def confidence(self) -> Tensor:
+        """[B]: the expected acceptance of the next token below the newest node, for shapes that stop drafting by it."""
+        raise UserError(f"{type(self).__name__} has no confidence to stop drafting by; train an EAGLE head with it")
 
     def observe(self, logits: Tensor) -> None:
         """The target's logits [B, n, V] after every node of the last proposal, before any row is dropped."""
@@ -125,46 +132,74 @@ class EagleDrafter(Drafter):
         self.head = head
         self.taps = head.config.taps
         self.vocabulary = head.vocabulary
+        self._late = head.config.inputs == "unshifted"  # each slot joins the token before the one that EAGLE joins
 
     def begin(self, batch: int, capacity: int) -> None:
         self.cache = KVCache(batch, capacity, self.head.config.layers, self.head.fc.weight.device)
 
     def propose(self, committed: Committed, shape: Shape, sampler: Sampler) -> Proposal:
-        assert committed.taps is not None
+        features = committed.taps if self.taps else committed.last
+        assert features is not None
         counts = committed.counts
         self.cache.set_lengths(
             self.cache.lengths
         )  # drops the last tree: its states were the head's own, not true features
-        if committed.taps.shape[1] == 0:  # prompts of one token: the target has read nothing, there is no feature yet
+        if features.shape[1] == 0:  # prompts of one token: the target has read nothing, there is no feature yet
             return chain(_pending(committed)[:, None])
-        # Slot t joins the target's g_t with the token after it, so the newest slot reads the pending token.
-        joined, _ = _pad([t[len(t) - count :] for t, count in zip(committed.tokens, counts.tolist(), strict=True)])
+        # Slot t joins the target's feature of t with the token after it, so the newest slot reads the pending token.
+        ends = [len(tokens) - self._late for tokens in committed.tokens]
+        spans = zip(committed.tokens, ends, counts.tolist(), strict=True)
+        joined, _ = _pad([tokens[end - count : end] for tokens, end, count in spans])
         slots = self.cache.slots(joined.shape[1])  # buffer index = slot = RoPE position
         visible = torch.ones(1, joined.shape[1], joined.shape[1], dtype=torch.bool).tril()
-        state = self.head.step(
-            joined, self.head.fuse(committed.taps), slots, cached_attention(self.cache, visible, slots)
-        )
+        state = self.head.step(joined, self.head.fuse(features), slots, cached_attention(self.cache, visible, slots))
         self.cache.set_lengths(self.cache.lengths + counts)
         self._states = _at_last(state, counts)[:, None]
+        self._tokens = _pending(committed)[:, None]
         logits = self.head.logits(self._states[:, 0])
-        started = self.cache.lengths > 0
-        if bool(started.all()):
-            return grow(self, _pending(committed), logits, shape, sampler)
-        # A row without any feature yet, beside others that have some, drafts nothing: as it would alone.
-        proposal = grow(self, _pending(committed), logits, shape, sampler.only(started.tolist()))
-        return replace(proposal, sizes=torch.where(started, proposal.sizes, 1))
+        return _grow_started(self, self.cache.lengths > 0, committed, logits, shape, sampler)
 
     def extend(self, tokens: Tensor, parents: Tensor, visible: Tensor, depth: int) -> Tensor:
-        state = self._states[torch.arange(len(tokens))[:, None], parents]
+        rows = torch.arange(len(tokens))[:, None]
         # The head's state of depth d stands for position slot + d, and the newest slot is the last committed entry.
         positions = (self.cache.lengths[:, None] - 1 + depth).expand(-1, tokens.shape[1])
-        state = self.head.step(tokens, state, positions, cached_attention(self.cache, visible, positions))
+        joined = self._tokens[rows, parents] if self._late else tokens
+        attend = cached_attention(self.cache, visible, positions)
+        state = self.head.step(joined, self._states[rows, parents], positions, attend)
         self.cache.hold(positions)
         self._states = torch.cat([self._states, state], dim=1)
+        self._tokens = torch.cat([self._tokens, tokens], dim=1)
         return self.head.logits(state)
+
+    def confidence(self) -> Tensor:
+        """[B]: how likely the head thinks the next token below its newest node is to be accepted."""
+        return self.head.confidence(self._states[:, -1]).sigmoid()
 
     def keep(self, rows: Tensor) -> None:
         self.cache.select(rows)
+
+
+class MedusaDrafter(Drafter):
+    """Medusa heads draft: every level of the tree from the newest state of the target's, whatever stands above it."""
+
+    def __init__(self, heads: MedusaHeads) -> None:
+        self.heads = heads
+        self.vocabulary = heads.vocabulary
+
+    def propose(self, committed: Committed, shape: Shape, sampler: Sampler) -> Proposal:
+        if shape.depth > self.heads.config.heads:
+            raise UserError(
+                f"these Medusa heads draft {self.heads.config.heads} tokens ahead, the tree asks for {shape.depth}; lower K, or "
+                "train with more heads"
+            )
+        if committed.last.shape[1] == 0:  # prompts of one token: the target has read nothing yet
+            return chain(_pending(committed)[:, None])
+        newest = _at_last(committed.last, committed.counts)
+        self._levels = [self.heads.logits(self.heads.state(newest, k), k) for k in range(shape.depth)]
+        return _grow_started(self, committed.counts > 0, committed, self._levels[0], shape, sampler)
+
+    def extend(self, tokens: Tensor, parents: Tensor, visible: Tensor, depth: int) -> Tensor:
+        return self._levels[depth][:, None].expand(-1, tokens.shape[1], -1)
 
 
 class PromptLookup(Drafter):
@@ -204,6 +239,16 @@ class AlwaysWrong(Drafter):
 
     def keep(self, rows: Tensor) -> None:
         self._oracle.keep(rows)
+
+
+def _grow_started(
+    drafter: Any, started: Tensor, committed: Committed, logits: Tensor, shape: Shape, sampler: Sampler
+) -> Proposal:
+    """`grow`, in which rows that have no feature of the target's yet draft nothing beside others: as they would alone."""
+    if bool(started.all()):
+        return grow(drafter, _pending(committed), logits, shape, sampler)
+    proposal = grow(drafter, _pending(committed), logits, shape, sampler.only(started.tolist()))
+    return replace(proposal, sizes=torch.where(started, proposal.sizes, 1))
 
 
 def cached_attention(cache: KVCache, visible: Tensor, positions: Tensor) -> Attend:

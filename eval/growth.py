@@ -26,6 +26,9 @@ class Grower(Protocol):
         parent; visible [B or 1, w, run so far + w]: which run nodes (the root left out) each one sees.
         """
 
+    def confidence(self) -> Tensor:
+        """[B]: the expected acceptance of the next token below the newest node."""
+
 
 def grow(drafter: Grower, roots: Tensor, logits: Tensor, shape: Shape, sampler: Sampler) -> Proposal:
     """The proposal below `roots` [B] (pending tokens), given the draft logits [B, V_d] after them."""
@@ -35,7 +38,11 @@ def grow(drafter: Grower, roots: Tensor, logits: Tensor, shape: Shape, sampler: 
 
 
 def _grow_static(drafter: Grower, roots: Tensor, logits: Tensor, shape: Static, sampler: Sampler) -> Proposal:
-    """Only nodes that have children are run; each draws as many children as the shape gives it."""
+    """Only nodes that have children are run; each draws as many children as the shape gives it.
+
+    A chain with `min_confidence` stops before a token whose acceptance the draft expects to be lower. That is decided from the
+    tokens before it alone, so the output's law does not change.
+    """
     batch, count = len(roots), len(shape.parents)
     tokens = torch.zeros(batch, count, dtype=torch.long)
     tokens[:, 0] = roots
@@ -46,7 +53,15 @@ def _grow_static(drafter: Grower, roots: Tensor, logits: Tensor, shape: Static, 
     )
     run: list[int] = []  # inner nodes below the root, in the order in which the drafter has run them
     level, level_logits = [0], logits[:, None]
+    going, sizes = torch.ones(batch, dtype=torch.bool), torch.full((batch,), count)
     for depth in range(1, shape.depth + 1):
+        if shape.min_confidence:
+            sure = drafter.confidence() >= shape.min_confidence
+            sizes = torch.where(going & ~sure, depth, sizes)
+            going &= sure
+            if not bool(going.any()):
+                break
+            sampler = sampler.only(going.tolist())
         for place, node in enumerate(level):
             children = shape.children[node]
             drawn, distribution = sampler.draft(level_logits[:, place], len(children))
@@ -60,7 +75,8 @@ def _grow_static(drafter: Grower, roots: Tensor, logits: Tensor, shape: Static, 
         run += level
         visible = torch.tensor([[[_is_ancestor(shape, j, i) for j in run] for i in level]])
         level_logits = drafter.extend(tokens[:, level], parents.expand(batch, -1), visible, depth)
-    return Proposal(tokens, torch.tensor([shape.parents]), torch.full((batch,), count), q)
+    used = int(sizes.max())
+    return Proposal(tokens[:, :used], torch.tensor([shape.parents[:used]]), sizes, q if q is None else q[:, :used])
 
 
 def _is_ancestor(shape: Static, above: int, node: int) -> bool:

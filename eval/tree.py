@@ -14,14 +14,21 @@ from draftsmith.errors import UserError
 
 @dataclass(frozen=True)
 class Static:
-    """A fixed shape. parents[i] is node i's parent; node 0 is the root (−1), and a parent stands before its children."""
+    """A fixed shape. parents[i] is node i's parent; node 0 is the root (−1), and a parent stands before its children.
+
+    min_confidence: for chains whose drafter knows its own acceptance: drafting stops before a token that it expects to be accepted
+    with a lower probability (0: never).
+    """
 
     parents: tuple[int, ...]
+    min_confidence: float = 0.0
 
     def __post_init__(self) -> None:
         wrong = [i for i, parent in enumerate(self.parents) if not (parent == -1 if i == 0 else 0 <= parent < i)]
         if wrong or len(self.parents) < 2:
             raise UserError(f"tree {list(self.parents)}: node 0 has parent -1, every other one an earlier node")
+        if not 0 <= self.min_confidence <= 1 or (self.min_confidence and self.depth != self.nodes):
+            raise UserError(f"min_confidence {self.min_confidence}: must lie in [0, 1], and only chains can stop early")
 
     @functools.cached_property
     def depths(self) -> tuple[int, ...]:
@@ -86,11 +93,11 @@ Shape = Static | Dynamic
 
 
 @cache
-def chain_shape(K: int) -> Static:
-    """K tokens, each below the one before. Raises UserError for K < 1."""
+def chain_shape(K: int, min_confidence: float = 0.0) -> Static:
+    """K tokens, each below the one before; fewer where the drafter is not confident. Raises UserError for K < 1."""
     if K < 1:
         raise UserError(f"K {K}: at least one token must be drafted")
-    return Static(tuple(range(-1, K)))
+    return Static(tuple(range(-1, K)), min_confidence)
 
 
 def level_shape(branching: Sequence[int]) -> Static:

@@ -1,14 +1,18 @@
-"""EAGLE-3: a one-layer head that drafts from the target's own hidden states (Li et al. 2025, arXiv 2503.01840).
+"""EAGLE heads: one layer that drafts from the target's own hidden states.
 
-Slot t joins the target's fused taps g_t with the embedding of x_{t+1} and predicts x_{t+2}. When drafting goes on, the head's
-own state stands in for the features that the target has not computed yet. One `step` serves training and decoding; what
-differs is only the `Attend` that it is given, which owns the keys and values. Knows neither losses nor caches on disk.
+EAGLE-1 (Li et al. 2024, arXiv 2401.15077; EAGLE-2 is the same weights with a dynamic tree): slot t joins the target's last state
+h_t with the embedding of x_{t+1} and predicts h_{t+1}, which the target's own output head reads as the distribution of x_{t+2}.
+EAGLE-3 (Li et al. 2025, arXiv 2503.01840): slot t joins the target's fused taps g_t with the embedding of x_{t+1}; the head's
+state need not resemble anything of the target's, and the head has an output head of its own.
 
-Deviations from the paper, all of them those of its published code: token and feature are normed separately and concatenated
+When drafting goes on, the head's own state stands in for the features that the target has not computed yet. One `step` serves
+training and decoding; what differs is only the `Attend` that it is given, which owns the keys and values. Knows neither losses nor
+caches on disk.
+
+Deviations from EAGLE-3's paper, all of them those of its published code: token and feature are normed separately and concatenated
 into a doubled-width attention input (the paper has one more linear layer there); the un-normed feature is the residual.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,14 +20,12 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from draftsmith.errors import UserError
-from draftsmith.files import publish, publish_json
+from draftsmith.models.heads import fill_head, read_head, save_head
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
 
@@ -34,10 +36,19 @@ SELF_ATTENTION = 1.5
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
+KINDS = ("eagle1", "eagle3")
+INPUTS = ("shifted", "unshifted", "feature", "token")
+
+
 @dataclass(frozen=True)
 class EagleConfig:
     """The head's shape. RoPE settings are the target's (`transformers`' `rope_parameters`); target_fingerprint: of the model whose
-    states it was made for ("": any of the right sizes)."""
+    states it was made for ("": any of the right sizes).
+
+    inputs: what a slot joins; "shifted" is EAGLE, the others are the steps of its paper's ablation (feature and x_t; feature alone;
+    token alone). fc_bias: a bias in the linear layer before the first block. EAGLE-3.1 (arXiv 2605.09992): norm_taps norms each
+    tap before fusion, norm_state feeds the normed state back. confidence: one more output, the prediction's expected acceptance.
+    """
 
     kind: str
     width: int
@@ -54,10 +65,24 @@ class EagleConfig:
     rope_parameters: dict[str, Any]
     context: int
     target_fingerprint: str = ""
+    inputs: str = "shifted"
+    fc_bias: bool = False
+    norm_taps: bool = False
+    norm_state: bool = False
+    confidence: bool = False
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads or self.head_dim % 2 or min(self.width, self.layers, self.intermediate) < 1:
             raise UserError(f"EAGLE head: impossible shape {asdict(self)}")
+        if self.kind not in KINDS or self.inputs not in INPUTS:
+            raise UserError(f"EAGLE head: kind {self.kind!r} with inputs {self.inputs!r}; there are {KINDS}, {INPUTS}")
+        if self.kind == "eagle1":
+            own = self.width != self.target_width or self.draft_vocabulary != self.target_vocabulary
+            if own or self.taps or self.norm_taps or self.norm_state:
+                raise UserError(
+                    "EAGLE-1 head: it imitates the target's last state and is read by the target's own output head, so it has the "
+                    "target's width and vocabulary, no taps and no norms of its own"
+                )
 
 
 def rope_of(target: Target) -> dict[str, Any]:
@@ -114,13 +139,17 @@ class MLP(nn.Module):
 
 
 class EagleLayer(nn.Module):
-    """A decoder layer. The first one attends over [norm(embedding), norm(feature)]; later ones over norm(x) alone."""
+    """A decoder layer. EAGLE-3's first one attends over [norm(embedding), norm(feature)], EAGLE-1's over its input as it is, and
+    later ones over norm(x)."""
 
     def __init__(self, config: EagleConfig, first: bool) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.target_width if first else config.width, config.norm_eps)
-        self.hidden_norm = RMSNorm(config.width, config.norm_eps) if first else None
-        self.self_attn = Attention(config, config.target_width + config.width if first else config.width)
+        joins = first and config.kind == "eagle3"
+        self.input_layernorm: nn.Module = nn.Identity()  # of EAGLE-1's first layer: the fusion stands before it
+        if joins or not first:
+            self.input_layernorm = RMSNorm(config.target_width if joins else config.width, config.norm_eps)
+        self.hidden_norm = RMSNorm(config.width, config.norm_eps) if joins else None
+        self.self_attn = Attention(config, config.target_width + config.width if joins else config.width)
         self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
         self.mlp = MLP(config.width, config.intermediate)
 
@@ -134,18 +163,24 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The head's trainable weights. The token embedding is the target's, frozen, and not part of the checkpoint."""
+    """The head's trainable weights. The token embedding, and EAGLE-1's output head, are the target's, frozen, and not part of the
+    checkpoint."""
 
-    def __init__(self, config: EagleConfig, vocabulary: DraftVocabulary, embedding: nn.Module) -> None:
+    def __init__(self, config: EagleConfig, vocabulary: DraftVocabulary, target: Target) -> None:
         super().__init__()
         if vocabulary.size != config.draft_vocabulary or vocabulary.target_size != config.target_vocabulary:
             raise UserError("EAGLE head: the draft vocabulary does not fit the head's configuration")
         self.config = config
         self.vocabulary = vocabulary
-        self.fc = nn.Linear(len(config.taps) * config.target_width, config.width, bias=False)
+        joined = len(config.taps) if config.taps else 2  # all taps of a slot, or EAGLE-1's embedding and feature
+        self.fc = nn.Linear(joined * config.target_width, config.width, bias=config.fc_bias)
+        self.fc_norm = nn.ModuleList(
+            RMSNorm(config.target_width, config.norm_eps) for _ in config.taps if config.norm_taps
+        )
         self.layers = nn.ModuleList(EagleLayer(config, first=i == 0) for i in range(config.layers))
-        self.norm = RMSNorm(config.width, config.norm_eps)
-        self.lm_head = nn.Linear(config.width, config.draft_vocabulary, bias=False)
+        self.norm = RMSNorm(config.width, config.norm_eps) if config.kind == "eagle3" else None
+        self.lm_head = nn.Linear(config.width, vocabulary.size, bias=False) if config.kind == "eagle3" else None
+        self.confidence_head = nn.Linear(config.width, 1) if config.confidence else None
         self.rotary = LlamaRotaryEmbedding(
             LlamaConfig(
                 hidden_size=config.heads * config.head_dim,
@@ -155,79 +190,73 @@ class EagleHead(nn.Module):
                 rope_parameters=config.rope_parameters,
             )
         )
-        self._embedding = [embedding]  # in a list, so that it is not registered: its weights belong to the target
+        self._target = [target]  # in a list, so that it is not registered: its weights are its own
 
     @property
     def first_layer(self) -> EagleLayer:
         return cast(EagleLayer, self.layers[0])
 
-    def fuse(self, taps: Tensor) -> Tensor:
-        """The target's taps [B, n, A, W] → g [B, n, H], the feature of rollout step 0. Raises UserError on a misfit."""
-        if taps.shape[2:] != (len(self.config.taps), self.config.target_width):
-            raise UserError(
-                f"EAGLE head: made for {len(self.config.taps)} taps of width {self.config.target_width}, "
-                f"given {tuple(taps.shape[2:])}"
-            )
-        return self.fc(taps.flatten(2))
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's taps [B, n, A, W] → g [B, n, H], the feature of rollout step 0; for EAGLE-1 its last states [B, n, W]
+        are that feature. Raises UserError on a misfit."""
+        config = self.config
+        expected = (len(config.taps), config.target_width) if config.taps else (config.target_width,)
+        if features.shape[2:] != expected:
+            made_for = f"{len(config.taps)} taps of width" if config.taps else "last states of width"
+            raise UserError(f"EAGLE head: made for {made_for} {config.target_width}, given {tuple(features.shape[2:])}")
+        if not config.taps:
+            return features
+        if self.fc_norm:
+            features = torch.stack([norm(features[:, :, i]) for i, norm in enumerate(self.fc_norm)], dim=2)
+        return self.fc(features.flatten(2))
 
     def step(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """One draft step for n slots.
 
-        tokens [B, n]: the token that each slot joins, x_{t+1+k} at rollout step k. state [B, n, H]: g_t at step 0, after that
-        the slot's own output of step k − 1. positions [B, n]: t + k. Returns the next state [B, n, H], before the final
-        norm; `logits` turns it into the prediction of x_{t+2+k}.
+        tokens [B, n]: the token that each slot joins, x_{t+1+k} at rollout step k (x_{t+k} if the config's inputs are "unshifted").
+        state [B, n, H]: the feature at step 0, after that the slot's own output of step k − 1. positions [B, n]: t + k. Returns the
+        next state [B, n, H]; `logits` turns it into the prediction of x_{t+2+k}.
         """
         with torch.no_grad():
-            embedding = self._embedding[0](tokens).to(state.dtype)
+            embedding = self._target[0].model.get_input_embeddings()(tokens).to(state.dtype)
+        if self.config.inputs == "feature":
+            embedding = torch.zeros_like(embedding)
+        elif self.config.inputs == "token":
+            state = torch.zeros_like(state)
+        if self.config.kind == "eagle1":
+            state = self.fc(torch.cat([embedding, state], dim=-1))
         rope = self.rotary(state, positions)
         for i, layer in enumerate(self.layers):
             state = layer(embedding, state, rope, i, attend)
-        return state
+        return self.norm(state) if self.norm is not None and self.config.norm_state else state
+
+    def normed(self, state: Tensor) -> Tensor:
+        """state [..., H] → what the output head reads."""
+        return state if self.norm is None or self.config.norm_state else self.norm(state)
 
     def logits(self, state: Tensor) -> Tensor:
         """state [..., H] → draft logits [..., V_d]."""
-        return self.lm_head(self.norm(state))
+        if self.lm_head is None:
+            return self._target[0].head(state)
+        return self.lm_head(self.normed(state))
+
+    def confidence(self, state: Tensor) -> Tensor:
+        """state [..., H] → logit [...] of the expected acceptance Σ min(p, q) of the prediction that `logits` makes of it. The
+        state gets no gradient: confidence watches the draft and does not shape it. Raises UserError without such an output."""
+        if self.confidence_head is None:
+            raise UserError("EAGLE head: it has no confidence output; train it with confidence above 0")
+        return self.confidence_head(self.normed(state).detach()).squeeze(-1)
 
     def save(self, folder: Path) -> None:
         """Write `config.json` and `model.safetensors`; nothing of the target's is in them. Each file is atomic."""
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {k: v.detach().contiguous().clone() for k, v in self.state_dict().items()}
-        tensors |= {"d2t": self.vocabulary.d2t, "t2d": self.vocabulary.t2d}
-        publish(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-        publish_json(folder / "config.json", asdict(self.config))
+        save_head(self, self.config, self.vocabulary, folder)
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> "EagleHead":
         """Read a head and attach it to its target. Raises UserError naming what is missing, extra or of another shape."""
-        try:
-            raw = json.loads((folder / "config.json").read_text())
-            config = EagleConfig(**{**raw, "taps": tuple(raw["taps"])})
-            tensors = load_file(folder / "model.safetensors")
-            d2t, _ = tensors.pop("d2t"), tensors.pop("t2d")
-        except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-            raise UserError(
-                f"{folder}: not a readable EAGLE head ({error}); make it again or name another folder"
-            ) from error
-        if (config.target_width, config.target_vocabulary) != (target.width, target.vocabulary):
-            raise UserError(
-                f"{folder}: made for a target of width {config.target_width} and {config.target_vocabulary} tokens, "
-                f"not {target.width} and {target.vocabulary}"
-            )
-        if config.target_fingerprint not in ("", target.fingerprint()):
-            raise UserError(
-                f"{folder}: made for target {config.target_fingerprint}, not {target.fingerprint()}; train it again"
-            )
-        vocabulary = DraftVocabulary(d2t + torch.arange(len(d2t)), config.target_vocabulary)
-        head = cls(config, vocabulary, target.model.get_input_embeddings())
-        expected = {k: v.shape for k, v in head.state_dict().items()}
-        found = {k: v.shape for k, v in tensors.items()}
-        if expected != found:
-            wrong = sorted(k for k in expected.keys() | found.keys() if expected.get(k) != found.get(k))
-            raise UserError(f"{folder}/model.safetensors: missing, extra or of another shape: {', '.join(wrong)}")
-        head.load_state_dict(tensors)
-        head = head.to(target.device)
-        for parameter in head.parameters():  # weights alone: RoPE's frequencies lose whole turns in half precision
-            parameter.data = parameter.data.to(target.dtype)
+        config, vocabulary, tensors = read_head(folder, EagleConfig, target)
+        head = cls(config, vocabulary, target)
+        fill_head(head, tensors, folder, target)
         return head
 
 
@@ -236,78 +265,101 @@ def new_eagle_head(
     taps: Sequence[int],
     vocabulary: DraftVocabulary,
     *,
+    kind: str = "eagle3",
+    width: int | None = None,
     layers: int = 1,
     kv_heads: int | None = None,
     intermediate: int | None = None,
     head_from_target: bool = True,
     sample_taps: Tensor | None = None,
     seed: int = 0,
+    **switches: Any,
 ) -> EagleHead:
-    """A fresh head of the target's width, on the target's device.
+    """A fresh head on the target's device, of the target's width if none is given. switches: further fields of `EagleConfig`.
 
-    Weights are N(0, 0.02); the output head starts from the target's
-    rows for the draft's tokens (`head_from_target`), which is worth more than any choice of loss at small budgets; the layer starts
-    from the embedding (`start_from_embedding`) if `sample_taps` [n, A, W] are given and head_dim · heads is the width.
+    Weights are N(0, 0.02); the output head starts from the target's rows for the draft's tokens (`head_from_target`; in a narrower
+    head, from their coordinates along their leading singular directions), which is worth more than any choice of loss at small
+    budgets; the layer starts from the embedding (`start_from_embedding`) if `sample_taps` [n, A, W] are given and the head has
+    attention as wide as itself. Raises UserError for impossible shapes.
     """
     source = target.config
-    heads = source.num_attention_heads
+    head_dim = getattr(source, "head_dim", None) or target.width // source.num_attention_heads
+    width = width or target.width
+    heads = source.num_attention_heads if width == target.width else max(1, width // head_dim)
+    same = getattr(source, "num_key_value_heads", None) or source.num_attention_heads
     config = EagleConfig(
-        kind="eagle3",
-        width=target.width,
+        kind=kind,
+        width=width,
         target_width=target.width,
         target_vocabulary=target.vocabulary,
         draft_vocabulary=vocabulary.size,
-        taps=tuple(taps),
+        taps=tuple(taps) if kind == "eagle3" else (),
         layers=layers,
         heads=heads,
-        kv_heads=kv_heads or getattr(source, "num_key_value_heads", None) or heads,
-        head_dim=getattr(source, "head_dim", None) or target.width // heads,
+        kv_heads=kv_heads or (same if heads % same == 0 else heads),
+        head_dim=head_dim,
         intermediate=intermediate or getattr(source, "intermediate_size", None) or 4 * target.width,
         norm_eps=getattr(source, "rms_norm_eps", 1e-6),
         rope_parameters=rope_of(target),
         context=target.context,
         target_fingerprint=target.fingerprint(),
+        **switches,
     )
-    head = EagleHead(config, vocabulary, target.model.get_input_embeddings())
+    head = EagleHead(config, vocabulary, target)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.ndim == 2:
                 parameter.normal_(0.0, 0.02, generator=generator)
-        if head_from_target:
-            rows = target.model.get_output_embeddings().weight[vocabulary.target_ids.to(target.device)].float().cpu()
-            head.lm_head.weight.copy_(rows)
-    if sample_taps is not None and config.heads * config.head_dim == target.width:
-        start_from_embedding(head, sample_taps)
+        if head.confidence_head is not None:
+            head.confidence_head.weight.zero_()
+        if head.lm_head is not None:
+            down = torch.eye(width)
+            if head_from_target or sample_taps is not None:
+                rows = target.model.get_output_embeddings().weight[vocabulary.target_ids.to(target.device)]
+                rows = rows.detach().float().cpu()
+                if width != target.width:
+                    down = _leading_directions(rows, width)
+            if head_from_target:
+                head.lm_head.weight.copy_(rows @ down.T)
+            if sample_taps is not None and config.heads * config.head_dim == width:
+                start_from_embedding(head, sample_taps, down)
     return head.to(target.device)
 
 
+def _leading_directions(rows: Tensor, count: int) -> Tensor:
+    """The `count` leading right singular vectors [count, W] of rows [N, W]: eigenvectors of rowsᵀ rows, so that no matrix as tall
+    as a vocabulary is decomposed. Raises UserError where rows have fewer."""
+    if count > min(rows.shape):
+        raise UserError(
+            f"EAGLE head: {count} value dimensions need a draft vocabulary of at least as many tokens, not {len(rows)}"
+        )
+    return torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :count].T
+
+
 @torch.no_grad()
-def start_from_embedding(head: EagleHead, taps: Tensor) -> None:
+def start_from_embedding(head: EagleHead, taps: Tensor, down: Tensor) -> None:
     """Make an untrained head predict, at every rollout step, from the joined token alone: as its output head reads the embedding.
 
     The head has no residual path from the embedding: it must learn to carry it through attention, which takes most of a small
     training budget. So attention starts by looking at its own slot (query and key are one map of the normed embedding, and a slot
     matches itself best), by passing the embedding on, and by taking the incoming feature off the residual, with features of rms 1:
-    x = g + (norm(e) − norm(g)) = norm(e), whose rms is 1 again. Value and output projection are the leading right singular vectors
-    of the output head: all of them if there are as many value dimensions as the width.
+    x = g + (down · norm(e) − norm(g)) = down · norm(e), whose rms is about 1 again. Value and output projection are the leading
+    right singular vectors of the output head: all of them if there are as many value dimensions as the head is wide.
 
-    taps: [n, A, W], a sample of the target's, which sets the scale of the features.
+    taps: [n, A, W], a sample of the target's, which sets the scale of the features. down: [H, W], from the target's width to the
+    head's (the identity where they are equal).
     """
-    config, attention = head.config, head.first_layer.self_attn
+    config, attention, output = head.config, head.first_layer.self_attn, head.lm_head
+    assert output is not None
     head.fc.weight /= head.fuse(taps[None]).pow(2).mean().sqrt()
-    dims, rows = config.kv_heads * config.head_dim, head.lm_head.weight
-    if dims > min(rows.shape):
-        raise UserError(
-            f"EAGLE head: {dims} value dimensions need a draft vocabulary of at least as many tokens, not {len(rows)}"
-        )
-    # Eigenvectors of WᵀW, largest first: the right singular vectors, without decomposing a matrix as tall as the vocabulary.
-    basis = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :dims].T
+    basis = _leading_directions(output.weight, config.kv_heads * config.head_dim)
     embedding, feature = slice(0, config.target_width), slice(config.target_width, None)
     groups = config.heads // config.kv_heads
-    queries = basis.view(config.kv_heads, 1, config.head_dim, -1).expand(-1, groups, -1, -1).reshape(-1, config.width)
-    attention.q_proj.weight[:, embedding] += SELF_ATTENTION * queries
-    attention.k_proj.weight[:, embedding] += SELF_ATTENTION * basis
-    attention.v_proj.weight[:, embedding] += basis
+    split = (config.kv_heads, 1, config.head_dim, -1)
+    queries = basis.view(split).expand(-1, groups, -1, -1).reshape(-1, config.width)
+    attention.q_proj.weight[:, embedding] += SELF_ATTENTION * queries @ down
+    attention.k_proj.weight[:, embedding] += SELF_ATTENTION * basis @ down
+    attention.v_proj.weight[:, embedding] += basis @ down
     attention.v_proj.weight[:, feature] -= basis
     attention.o_proj.weight += queries.T / groups

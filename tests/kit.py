@@ -142,9 +142,9 @@ def tiny_rows(folder: Path, lengths: Sequence[int], seed: int = 0, **settings: A
     return Rows.open(Path(folder) / "rows", "train")
 
 
-def a_head(target: Target, layers: int = 1) -> EagleHead:
+def a_head(target: Target, layers: int = 1, **options: Any) -> EagleHead:
     """A random head whose weights are far from their start values, so that a missing one shows."""
-    head = new_eagle_head(target, TAPS, DraftVocabulary.all_of(target.vocabulary), layers=layers)
+    head = new_eagle_head(target, TAPS, DraftVocabulary.all_of(target.vocabulary), layers=layers, **options)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in head.parameters():

@@ -143,4 +143,5 @@ class EagleObjective(Objective):
         return self.eagle.logits(states)
 
     def head(self) -> tuple[Callable[[Tensor], Tensor], Tensor] | None:
-        return self.eagle.norm, self.eagle.lm_head.weight
+        own = self.eagle.lm_head
+        return None if own is None else (self.eagle.normed, own.weight)

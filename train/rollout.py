@@ -48,14 +48,18 @@ def shift(tokens: Tensor, by: int) -> Tensor:
     return F.pad(tokens[:, by:], (0, min(by, tokens.shape[1])))
 
 
-def rollout(head: EagleHead, token_ids: Tensor, taps: Tensor, steps: int) -> Iterator[Tensor]:
-    """The head's states [B, T, H] of steps 0 … steps − 1; gradients flow through all of them.
+def rollout(head: EagleHead, token_ids: Tensor, features: Tensor, steps: int, detach: bool = False) -> Iterator[Tensor]:
+    """The head's states [B, T, H] of steps 0 … steps − 1.
 
-    token_ids [B, T]; taps [B, T, A, W]. Slots near a row's end read padding: their predictions lie beyond the row and are not
-    supervised (`supervised_slots` with offset 2 + k).
+    token_ids [B, T]; features: the target's taps [B, T, A, W], for EAGLE-1 its last states [B, T, W]. Gradients flow through all
+    steps, or with `detach` from each step into its own computation alone (HASS, arXiv 2408.15766). Slots near a row's end read
+    padding: their predictions lie beyond the row and are not supervised (`supervised_slots` with offset 2 + k).
     """
-    state, attend = head.fuse(taps), RolloutAttention()
+    state, attend = head.fuse(features), RolloutAttention()
     slots = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
+    first = 0 if head.config.inputs == "unshifted" else 1  # the token that slot 0 joins at step 0
     for k in range(steps):
-        state = head.step(shift(token_ids, 1 + k), state, slots + k, attend)
+        if detach and k:
+            state = state.detach()
+        state = head.step(shift(token_ids, first + k), state, slots + k, attend)
         yield state

@@ -11,13 +11,22 @@ from draftsmith import speculative_decode
 from draftsmith.errors import UserError
 from draftsmith.eval import decode as decoding
 from draftsmith.eval.decode import decode
-from draftsmith.eval.drafters import AlwaysWrong, Committed, EagleDrafter, LMDrafter, NoDraft, PromptLookup
+from draftsmith.eval.drafters import (
+    AlwaysWrong,
+    Committed,
+    EagleDrafter,
+    LMDrafter,
+    MedusaDrafter,
+    NoDraft,
+    PromptLookup,
+)
 from draftsmith.eval.lookahead import Lookahead
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import Dynamic, chain_shape, level_shape
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import new_eagle_head
 from draftsmith.models.kv import KVCache
+from draftsmith.models.medusa import new_medusa_heads
 from draftsmith.models.target import choose_taps
 from draftsmith.models.vocabulary import DraftVocabulary
 
@@ -32,6 +41,12 @@ def drafters(target):
         "draft LM": LMDrafter(DraftLM.from_target_blocks(target, list(range(target.blocks - 1)))),
         "EAGLE-3": EagleDrafter(new_eagle_head(target, taps, full)),
         "EAGLE-3, half the vocabulary": EagleDrafter(new_eagle_head(target, taps, half)),
+        "EAGLE-3.1, narrower, two layers": EagleDrafter(
+            new_eagle_head(target, taps, full, width=16, layers=2, norm_taps=True, norm_state=True)
+        ),
+        "EAGLE-1": EagleDrafter(new_eagle_head(target, (), full, kind="eagle1", fc_bias=True)),
+        "EAGLE-1, unshifted": EagleDrafter(new_eagle_head(target, (), full, kind="eagle1", inputs="unshifted")),
+        "Medusa": MedusaDrafter(new_medusa_heads(target, half, 8)),
         "prompt lookup": PromptLookup(),
         "lookahead": Lookahead(window=4, grams=3, candidates=4),
         "oracle": LMDrafter(target),

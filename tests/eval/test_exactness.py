@@ -14,12 +14,13 @@ from kit import tiny_model
 
 from draftsmith.eval import rules
 from draftsmith.eval.decode import decode
-from draftsmith.eval.drafters import EagleDrafter, LMDrafter, NoDraft, PromptLookup
+from draftsmith.eval.drafters import EagleDrafter, LMDrafter, MedusaDrafter, NoDraft, PromptLookup
 from draftsmith.eval.lookahead import Lookahead
 from draftsmith.eval.sampling import Sampler, draw
 from draftsmith.eval.tree import Dynamic, chain_shape, level_shape
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import new_eagle_head
+from draftsmith.models.medusa import new_medusa_heads
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
 
@@ -42,6 +43,8 @@ def drafters(target):
         "draft LM": LMDrafter(DraftLM.from_target_blocks(target, [0, 3])),
         "EAGLE-3": EagleDrafter(head),
         "EAGLE-3 with three of five tokens": EagleDrafter(small),
+        "EAGLE-1": EagleDrafter(new_eagle_head(target, (), full, kind="eagle1")),
+        "Medusa": MedusaDrafter(new_medusa_heads(target, full, 3)),
         "prompt lookup": PromptLookup(),
         "lookahead": Lookahead(window=2, grams=3, candidates=3),
         "oracle": LMDrafter(target),
@@ -103,6 +106,37 @@ CASES = [
 @pytest.mark.parametrize(("shape", "temperature", "filtered"), CASES)
 def test_every_drafter_emits_the_targets_law(shape, temperature, filtered):
     check_law(shape, temperature, filtered, 400)
+
+
+class Unsure(LMDrafter):
+    """Its confidence depends on the newest token, as a trained one's does."""
+
+    def propose(self, committed, shape, sampler):
+        self.newest = torch.tensor([tokens[-1] for tokens in committed.tokens])
+        return super().propose(committed, shape, sampler)
+
+    def extend(self, tokens, parents, visible, depth):
+        self.newest = tokens[:, -1]
+        return super().extend(tokens, parents, visible, depth)
+
+    def confidence(self):
+        return torch.tensor([0.9, 0.2, 0.7, 0.4, 0.6])[self.newest]
+
+
+def test_a_chain_that_stops_where_the_draft_is_unsure_keeps_the_law_and_does_stop():
+    target, sampler = five_token_target(), Sampler(1.0)
+    drafter, shape = Unsure(DraftLM.from_target_blocks(target, [0, 3])), chain_shape(3, 0.5)
+    counts = observed_counts(target, drafter, shape, sampler, 1000, 5)
+    assert p_value(counts, enumerated_law(target, sampler)) > FALSE_ALARM
+    out = decode(target, drafter, [PROMPT] * 50, shape=shape, sampler=sampler, max_new_tokens=9, eos_ids=frozenset())
+    assert {step.drafted for result in out for step in result.trace} == {0, 1, 2, 3}
+    alone = [
+        decode(
+            target, drafter, [PROMPT], shape=shape, sampler=sampler, max_new_tokens=9, names=[i], eos_ids=frozenset()
+        )
+        for i in range(5)
+    ]
+    assert [a.tokens for [a] in alone] == [o.tokens for o in out[:5]]
 
 
 @pytest.mark.long

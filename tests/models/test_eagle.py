@@ -41,28 +41,136 @@ def rotate(x, positions, theta):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def plain_step(head, tokens, state, positions, seen):
-    """The head's layer written from the equations; `seen[i]` lists the keys that slot i may see. One row, one layer."""
+def plain_layer(head, x, residual, positions, seen):
+    """A layer written from the equations: attention reads `x`; `seen[i]` lists the keys that slot i may see. One row, one layer."""
     c, layer = head.config, head.layers[0]
-    e = rms(head._embedding[0](tokens), layer.input_layernorm.weight, c.norm_eps)
-    g = rms(state, layer.hidden_norm.weight, c.norm_eps)
-    x = torch.cat([e, g], -1)
     attention, theta = layer.self_attn, c.rope_parameters["rope_theta"]
-    q = rotate((x @ attention.q_proj.weight.T).view(len(tokens), c.heads, c.head_dim), positions, theta)
-    k = rotate((x @ attention.k_proj.weight.T).view(len(tokens), c.kv_heads, c.head_dim), positions, theta)
-    v = (x @ attention.v_proj.weight.T).view(len(tokens), c.kv_heads, c.head_dim)
+    q = rotate((x @ attention.q_proj.weight.T).view(len(x), c.heads, c.head_dim), positions, theta)
+    k = rotate((x @ attention.k_proj.weight.T).view(len(x), c.kv_heads, c.head_dim), positions, theta)
+    v = (x @ attention.v_proj.weight.T).view(len(x), c.kv_heads, c.head_dim)
     outputs = []
-    for i in range(len(tokens)):
+    for i in range(len(x)):
         heads = []
         for h in range(c.heads):
             group = h // (c.heads // c.kv_heads)
             scores = torch.stack([q[i, h] @ k[j, group] / c.head_dim**0.5 for j in seen[i]]).softmax(0)
             heads.append(sum(w * v[j, group] for w, j in zip(scores, seen[i], strict=True)))
         outputs.append(torch.cat(heads))
-    a = state + torch.stack(outputs) @ attention.o_proj.weight.T
+    a = residual + torch.stack(outputs) @ attention.o_proj.weight.T
     m = rms(a, layer.post_attention_layernorm.weight, c.norm_eps)
     gate = m @ layer.mlp.gate_proj.weight.T
     return a + (gate * gate.sigmoid() * (m @ layer.mlp.up_proj.weight.T)) @ layer.mlp.down_proj.weight.T
+
+
+def plain_step(head, tokens, state, positions, seen):
+    """EAGLE-3: attention over [norm(embedding), norm(feature)], the un-normed feature is the residual."""
+    layer, eps = head.layers[0], head.config.norm_eps
+    e = rms(embedding_of(head)(tokens), layer.input_layernorm.weight, eps)
+    return plain_layer(head, torch.cat([e, rms(state, layer.hidden_norm.weight, eps)], -1), state, positions, seen)
+
+
+def embedding_of(head):
+    return head._target[0].model.get_input_embeddings()
+
+
+CAUSAL = [list(range(i + 1)) for i in range(5)]
+
+
+def test_eagle_1_is_a_linear_fusion_and_a_layer_without_input_norm_read_by_the_targets_head():
+    target = tiny_target("gemma2")  # whose output head scales and caps: EAGLE-1 must go through all of it
+    full = DraftVocabulary.all_of(target.vocabulary)
+    head = new_eagle_head(target, (), full, kind="eagle1", fc_bias=True)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    tokens, positions, last = torch.randint(6, 100, (1, 5)), torch.arange(5)[None], torch.randn(1, 5, target.width)
+    visible = torch.ones(1, 5, 5, dtype=torch.bool).tril()
+    state = head.step(tokens, head.fuse(last), positions, cached_attention(KVCache(1, 8, 1), visible, positions))
+    x = torch.cat([embedding_of(head)(tokens[0]), last[0]], -1) @ head.fc.weight.T + head.fc.bias
+    torch.testing.assert_close(state[0], plain_layer(head, x, x, positions[0], CAUSAL), atol=1e-4, rtol=1e-4)
+    assert torch.equal(head.logits(state), target.head(state))
+    assert not any("lm_head" in name or name == "norm.weight" for name in head.state_dict())
+
+
+def test_eagle_3_1_norms_every_tap_before_fusion_and_feeds_the_normed_state_back():
+    target = tiny_target()
+    head = tiny_head(target, norm_taps=True, norm_state=True)
+    taps, eps = torch.randn(1, 5, 3, target.width), head.config.norm_eps
+    normed = torch.cat([rms(taps[0, :, i], head.fc_norm[i].weight, eps) for i in range(3)], -1)
+    torch.testing.assert_close(head.fuse(taps)[0], normed @ head.fc.weight.T, atol=1e-4, rtol=1e-4)
+    tokens, positions = torch.randint(6, 100, (1, 5)), torch.arange(5)[None]
+    visible = torch.ones(1, 5, 5, dtype=torch.bool).tril()
+    attend = cached_attention(KVCache(1, 8, 1), visible, positions)
+    state = head.step(tokens, head.fuse(taps), positions, attend)
+    before = plain_step(head, tokens[0], head.fuse(taps)[0], positions[0], CAUSAL)
+    torch.testing.assert_close(state[0], rms(before, head.norm.weight, eps), atol=1e-4, rtol=1e-4)
+    assert torch.equal(head.logits(state), state @ head.lm_head.weight.T)
+
+
+def test_each_step_of_the_ablation_is_blind_to_what_it_leaves_out():
+    target = tiny_target()
+    full = DraftVocabulary.all_of(target.vocabulary)
+    positions, visible = torch.arange(5)[None], torch.ones(1, 5, 5, dtype=torch.bool).tril()
+    tokens, last = torch.randint(6, 100, (2, 1, 5)), torch.randn(2, 1, 5, target.width)
+
+    def moves(inputs, tokens_a, tokens_b, last_a, last_b):
+        head = new_eagle_head(target, (), full, kind="eagle1", inputs=inputs)
+        a, b = (
+            head.step(t, head.fuse(f), positions, cached_attention(KVCache(1, 8, 1), visible, positions))
+            for t, f in ((tokens_a, last_a), (tokens_b, last_b))
+        )
+        return not torch.allclose(a, b)
+
+    assert not moves("feature", tokens[0], tokens[1], last[0], last[0])
+    assert moves("feature", tokens[0], tokens[0], last[0], last[1])
+    assert not moves("token", tokens[0], tokens[0], last[0], last[1])
+    assert moves("token", tokens[0], tokens[1], last[0], last[0])
+    assert moves("shifted", tokens[0], tokens[1], last[0], last[0])
+    assert moves("shifted", tokens[0], tokens[0], last[0], last[1])
+
+
+def test_impossible_eagle_1_heads_are_refused():
+    target = tiny_target()
+    half = DraftVocabulary(torch.arange(0, target.vocabulary, 2), target.vocabulary)
+    for vocabulary, options in ((half, {}), (DraftVocabulary.all_of(target.vocabulary), {"width": 16})):
+        with pytest.raises(UserError, match="target's width and vocabulary"):
+            new_eagle_head(target, (), vocabulary, kind="eagle1", **options)
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3.1", "narrow"])
+def test_every_switch_survives_save_and_load(tmp_path, kind):
+    """FAULTS 45 and 49."""
+    target = tiny_target()
+    full = DraftVocabulary.all_of(target.vocabulary)
+    taps, options = {
+        "eagle1": ((), {"kind": "eagle1", "fc_bias": True, "inputs": "unshifted"}),
+        "eagle3.1": (TAPS, {"norm_taps": True, "norm_state": True, "confidence": True}),
+        "narrow": ((1,), {"width": 16, "layers": 2, "fc_bias": True}),
+    }[kind]
+    head = new_eagle_head(target, taps, full, **options)
+    head.save(tmp_path)
+    loaded = EagleHead.load(tmp_path, target)
+    assert loaded.config == head.config
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in head.state_dict().items())
+
+
+def test_a_narrower_head_starts_from_the_coordinates_of_the_targets_rows():
+    target = tiny_target()
+    full = DraftVocabulary.all_of(target.vocabulary)
+    rows = target.model.lm_head.weight
+    head = new_eagle_head(target, TAPS, full, width=16)
+    best = torch.linalg.svd(rows, full_matrices=False).S[:16].pow(2).sum()
+    torch.testing.assert_close(head.lm_head.weight.pow(2).sum(), best, rtol=1e-4, atol=0)
+
+
+def test_confidence_gives_the_state_no_gradient():
+    head = tiny_head(tiny_target(), confidence=True)
+    state = torch.randn(4, head.config.width, requires_grad=True)
+    head.confidence(state).sum().backward()
+    assert state.grad is None
+    assert head.confidence_head.weight.grad is not None
+    with pytest.raises(UserError, match="no confidence"):
+        tiny_head(tiny_target()).confidence(state)
 
 
 def test_step_and_logits_equal_the_equations_written_out():
@@ -74,7 +182,7 @@ def test_step_and_logits_equal_the_equations_written_out():
     visible = torch.ones(1, 5, 5, dtype=torch.bool).tril()
     got = head.step(tokens, head.fuse(taps), positions, cached_attention(cache, visible, positions))
     fused = taps[0].flatten(1) @ head.fc.weight.T
-    wanted = plain_step(head, tokens[0], fused, positions[0], [list(range(i + 1)) for i in range(5)])
+    wanted = plain_step(head, tokens[0], fused, positions[0], CAUSAL)
     torch.testing.assert_close(got[0], wanted, atol=1e-4, rtol=1e-4)
     logits = rms(wanted, head.norm.weight, head.config.norm_eps) @ head.lm_head.weight.T
     torch.testing.assert_close(head.logits(got)[0], logits, atol=1e-3, rtol=1e-4)
@@ -195,7 +303,7 @@ def test_an_unreadable_head_is_one_line(tmp_path, damage):
         config.write_text(json.dumps(json.loads(config.read_text()) | {"shape": 3}))
     else:
         weights.unlink()
-    with pytest.raises(UserError, match="not a readable EAGLE head"):
+    with pytest.raises(UserError, match="not a readable head"):
         EagleHead.load(tmp_path, target)
 
 

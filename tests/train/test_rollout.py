@@ -25,13 +25,22 @@ class Forced(Sampler):
         return [[self.tokens[len(self.seen) - 1]]], None
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_rollout_and_decoder_give_equal_logits_at_every_depth(layers):
+HEADS = {
+    "EAGLE-3": {},
+    "two layers": {"layers": 2},
+    "EAGLE-3.1, narrower": {"width": 16, "norm_taps": True, "norm_state": True},
+    "EAGLE-1": {"kind": "eagle1", "fc_bias": True},
+    "unshifted": {"kind": "eagle1", "inputs": "unshifted"},
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_rollout_and_decoder_give_equal_logits_at_every_depth(kind):
     """FAULTS 23: the same tokens through the training rollout and through drafting, depths 1 … 7."""
     target = tiny_target()
-    head = a_head(target, layers)
+    head = a_head(target, **HEADS[kind])
     batch = a_batch(target, [24])
-    states = list(rollout(head, batch.token_ids, batch.taps, STEPS))
+    states = list(rollout(head, batch.token_ids, batch.taps if head.config.taps else batch.last, STEPS))
     tokens = batch.token_ids[0].tolist()
     for slot in (0, 5, 12):
         drafter = EagleDrafter(head)
@@ -44,6 +53,21 @@ def test_rollout_and_decoder_give_equal_logits_at_every_depth(layers):
         drafter.propose(committed, chain_shape(STEPS), sampler)
         for k in range(STEPS):
             torch.testing.assert_close(sampler.seen[k][0], head.logits(states[k][0, slot]), atol=1e-4, rtol=0)
+
+
+def test_detached_steps_have_the_same_values_and_no_gradient_between_them():
+    target = tiny_target()
+    head = a_head(target)
+    with torch.no_grad():
+        head.layers[0].self_attn.o_proj.weight.zero_()  # what is left between the steps is the state that they hand on
+    batch = a_batch(target, [12])
+    taps = batch.taps.clone().requires_grad_()
+    whole, cut = (list(rollout(head, batch.token_ids, taps, 3, detach)) for detach in (False, True))
+    for k in range(3):
+        torch.testing.assert_close(whole[k], cut[k])
+        for states, flows in ((whole, True), (cut, k == 0)):
+            (reached,) = torch.autograd.grad(states[k].sum(), taps, allow_unused=True, retain_graph=True)
+            assert (reached is not None and bool(reached.any())) == flows
 
 
 def test_drafting_again_after_acceptance_uses_true_features_only():

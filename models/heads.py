@@ -1,0 +1,92 @@
+"""What all heads on a target share as files: a strict reader and an atomic writer of `config.json` and `model.safetensors`.
+
+A head holds no weights of its target; it names the target that it was made for. Knows nothing of what a head computes.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from draftsmith.errors import UserError
+from draftsmith.files import publish, publish_json
+from draftsmith.models.target import Target
+from draftsmith.models.vocabulary import DraftVocabulary
+
+
+class HeadConfig(Protocol):
+    """What every head's configuration says of its target."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def target_width(self) -> int: ...
+
+    @property
+    def target_vocabulary(self) -> int: ...
+
+    @property
+    def target_fingerprint(self) -> str: ...
+
+
+def save_head(head: nn.Module, config: Any, vocabulary: DraftVocabulary, folder: Path) -> None:
+    """Write a head's own weights, its vocabulary's maps and its configuration. Each file is atomic."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in head.state_dict().items()}
+    tensors |= {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
+    publish(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    publish_json(folder / "config.json", asdict(config))
+
+
+def head_kind(folder: Path) -> str | None:
+    """`kind` of the head in a folder; None where there is no head."""
+    try:
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("kind")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return kind if isinstance(kind, str) else None
+
+
+def read_head(folder: Path, config_type: type, target: Target) -> tuple[Any, DraftVocabulary, dict[str, Tensor]]:
+    """Configuration, vocabulary and weights of a head. Raises UserError where they cannot be read or are another target's."""
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = config_type(**{key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()})
+        tensors = load_file(folder / "model.safetensors")
+        d2t, _ = tensors.pop("d2t"), tensors.pop("t2d")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
+        raise UserError(f"{folder}: not a readable head ({error}); make it again or name another folder") from error
+    check_target(config, target, str(folder))
+    return config, DraftVocabulary(d2t + torch.arange(len(d2t)), config.target_vocabulary), tensors
+
+
+def check_target(config: HeadConfig, target: Target, name: str) -> None:
+    """Raises UserError for a head that was made for another target, or for one of other sizes."""
+    if (config.target_width, config.target_vocabulary) != (target.width, target.vocabulary):
+        raise UserError(
+            f"{name}: made for a target of width {config.target_width} and {config.target_vocabulary} tokens, "
+            f"not {target.width} and {target.vocabulary}"
+        )
+    if config.target_fingerprint not in ("", target.fingerprint()):
+        raise UserError(
+            f"{name}: made for target {config.target_fingerprint}, not {target.fingerprint()}; train it again"
+        )
+
+
+def fill_head(head: nn.Module, tensors: dict[str, Tensor], folder: Path, target: Target) -> None:
+    """Load weights into a head, on the target's device and in its dtype. Raises UserError naming every misfit."""
+    expected = {name: value.shape for name, value in head.state_dict().items()}
+    found = {name: value.shape for name, value in tensors.items()}
+    if expected != found:
+        wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        raise UserError(f"{folder}/model.safetensors: missing, extra or of another shape: {', '.join(wrong)}")
+    head.load_state_dict(tensors)
+    head.to(target.device)
+    for parameter in head.parameters():  # weights alone: RoPE's frequencies lose whole turns in half precision
+        parameter.data = parameter.data.to(target.dtype)
