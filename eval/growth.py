@@ -4,7 +4,8 @@ Works through two calls of the drafter: the logits after the pending token, and 
 model drafts nor how it keeps its states.
 """
 
-from typing import Protocol
+import functools
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +38,38 @@ def grow(drafter: Grower, roots: Tensor, logits: Tensor, shape: Shape, sampler: 
     return _grow_static(drafter, roots, logits, shape, sampler)
 
 
+class _Level(NamedTuple):
+    """Nodes of one depth that have children, and how the drafter runs them. nodes: their numbers; children: of each; parents
+    [1, w] and visible [1, w, run]: as `Grower.extend` takes them."""
+
+    nodes: tuple[int, ...]
+    children: tuple[tuple[int, ...], ...]
+    parents: Tensor
+    visible: Tensor
+
+
+@functools.lru_cache(maxsize=64)
+def _levels(shape: Static) -> tuple[_Level, ...]:
+    """The levels of a shape from the root down: the same for every proposal, so worked out once."""
+    levels: list[_Level] = []
+    run: list[int] = []  # inner nodes below the root, in the order in which the drafter runs them
+    for depth in range(shape.depth):
+        nodes = tuple(i for i, d in enumerate(shape.depths) if d == depth and shape.children[i])
+        if depth:
+            parents = [0 if (p := shape.parents[i]) == 0 else run.index(p) + 1 for i in nodes]
+            run += nodes
+        visible = [[_is_ancestor(shape, j, i) for j in run] for i in nodes]
+        levels.append(
+            _Level(
+                nodes,
+                tuple(shape.children[i] for i in nodes),
+                torch.tensor([parents if depth else [-1]]),
+                torch.tensor([visible]),
+            )
+        )
+    return tuple(levels)
+
+
 def _grow_static(drafter: Grower, roots: Tensor, logits: Tensor, shape: Static, sampler: Sampler) -> Proposal:
     """Only nodes that have children are run; each draws as many children as the shape gives it.
 
@@ -51,32 +84,31 @@ def _grow_static(drafter: Grower, roots: Tensor, logits: Tensor, shape: Static, 
         if sampler.deterministic
         else torch.zeros(batch, count, drafter.vocabulary.target_size, dtype=torch.float64)
     )
-    run: list[int] = []  # inner nodes below the root, in the order in which the drafter has run them
-    level, level_logits = [0], logits[:, None]
+    level_logits = logits[:, None]
     going, sizes = torch.ones(batch, dtype=torch.bool), torch.full((batch,), count)
-    for depth in range(1, shape.depth + 1):
+    for depth, level in enumerate(_levels(shape)):
+        if depth:
+            parents = level.parents.expand(batch, -1)
+            level_logits = drafter.extend(tokens[:, level.nodes], parents, level.visible, depth)
         if shape.min_confidence:
             sure = drafter.confidence() >= shape.min_confidence
-            sizes = torch.where(going & ~sure, depth, sizes)
+            sizes = torch.where(going & ~sure, depth + 1, sizes)
             going &= sure
             if not bool(going.any()):
                 break
             sampler = sampler.only(going.tolist())
-        for place, node in enumerate(level):
-            children = shape.children[node]
+        for place, (node, children) in enumerate(zip(level.nodes, level.children, strict=True)):
             drawn, distribution = sampler.draft(level_logits[:, place], len(children))
-            tokens[:, list(children)] = drafter.vocabulary.to_target(torch.tensor(drawn))
+            tokens[:, children] = drafter.vocabulary.to_target(drawn)
             if q is not None and distribution is not None:
                 q[:, node] = drafter.vocabulary.widen(distribution)
-        level = [i for i, d in enumerate(shape.depths) if d == depth and shape.children[i]]
-        if not level:
-            break
-        parents = torch.tensor([[0 if (p := shape.parents[i]) == 0 else run.index(p) + 1 for i in level]])
-        run += level
-        visible = torch.tensor([[[_is_ancestor(shape, j, i) for j in run] for i in level]])
-        level_logits = drafter.extend(tokens[:, level], parents.expand(batch, -1), visible, depth)
     used = int(sizes.max())
-    return Proposal(tokens[:, :used], torch.tensor([shape.parents[:used]]), sizes, q if q is None else q[:, :used])
+    return Proposal(tokens[:, :used], _parents(shape)[:, :used], sizes, q if q is None else q[:, :used])
+
+
+@functools.lru_cache(maxsize=64)
+def _parents(shape: Static) -> Tensor:
+    return torch.tensor([shape.parents])
 
 
 def _is_ancestor(shape: Static, above: int, node: int) -> bool:

@@ -135,13 +135,14 @@ class Sampler:
         """Whether drafts are the likeliest tokens (point masses) and not samples."""
         return self.greedy or self.greedy_draft
 
-    def draft(self, logits: Tensor, count: int = 1) -> tuple[list[list[int]], Tensor | None]:
-        """`count` distinct tokens per row from draft logits [B, V_d], and the q [B, V_d] they were drawn from without
+    def draft(self, logits: Tensor, count: int = 1) -> tuple[Tensor, Tensor | None]:
+        """`count` distinct tokens per row [B, count] from draft logits [B, V_d], and the q [B, V_d] they were drawn from without
         replacement (None: point masses, the likeliest first). A q with fewer tokens than that repeats its last one, which the
         rejection rule then never accepts a second time.
         """
         if self.deterministic:
-            return logits.topk(count, dim=-1).indices.tolist(), None
+            best = logits.argmax(-1, keepdim=True) if count == 1 else logits.topk(count, dim=-1).indices
+            return best, None
         q = self.probabilities(logits)
         drawn = []
         for row, stream in zip(q.numpy(), self.streams, strict=True):
@@ -155,4 +156,4 @@ class Sampler:
                 else:
                     tokens.append(tokens[-1])
             drawn.append(tokens)
-        return drawn, q
+        return torch.tensor(drawn), q

@@ -130,7 +130,8 @@ def attention_mask(
     """
     batch, count = positions.shape
     end, held = cache.end(count), cache.held.shape[1]
-    if count == 1 and held == 0 and cache.even and window is None:  # one more token of each row sees all there is
+    # One more token of each row that sees all there is: plain decoding, and every step of a chain.
+    if count == 1 and cache.even and window is None and bool(visible.all()):
         return torch.zeros(batch, 1, 1, end, dtype=dtype, device=positions.device)
     uncommitted = torch.cat([cache.held, positions], dim=1)
     key_index = torch.arange(end, device=positions.device)

@@ -121,7 +121,7 @@ class Forced(Sampler):
 
     def draft(self, logits, count=1):
         self.seen.append(logits)
-        return [[row[len(self.seen) - 1]] for row in self.tokens], None
+        return torch.tensor([[row[len(self.seen) - 1]] for row in self.tokens]), None
 
 
 def chain_logits(drafter, target, prompts, paths):

@@ -22,7 +22,7 @@ class Forced(Sampler):
 
     def draft(self, logits, count=1):
         self.seen.append(logits)
-        return [[self.tokens[len(self.seen) - 1]]], None
+        return torch.tensor([[self.tokens[len(self.seen) - 1]]]), None
 
 
 HEADS = {
