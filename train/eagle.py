@@ -11,8 +11,10 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
 from draftsmith.train.held_out import HeldOut
 from draftsmith.train.loop import Log, Summary, train
+from draftsmith.train.losses import make_loss
 from draftsmith.train.objectives import EagleObjective
 from draftsmith.train.settings import EagleTrainSettings
+from draftsmith.train.teachers import frozen_head
 
 
 def draft_vocabulary(reader: CacheReader, target: Target, size: int | None) -> DraftVocabulary:
@@ -58,7 +60,7 @@ def train_eagle(
     )
     rows = [held_out[i] for i in range(min(settings.held_out_rows, len(held_out)))]
     return train(
-        EagleObjective(head, settings.rollouts, settings.decay, settings.loss),
+        EagleObjective(head, settings.rollouts, settings.decay, make_loss(settings), target_head=frozen_head(target)),
         reader,
         HeldOut.of(target, rows, taps),
         settings,
