@@ -3,6 +3,8 @@
 `d2t[i]` is an offset: target id = i + d2t[i]; `t2d` is a boolean mask over target ids. Knows nothing of text.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,16 @@ class DraftVocabulary:
         order[sorted(always)] = float("inf")
         chosen = torch.sort(order, descending=True, stable=True).indices[:size]
         return cls(chosen.sort().values, len(counts))
+
+    @functools.cached_property
+    def draft_first(self) -> Tensor:
+        """[V] all target ids: the draft's in their order, then those that it cannot say."""
+        return torch.cat([self.target_ids, (~self.t2d).nonzero().squeeze(1)])
+
+    def coverage(self, counts: Tensor) -> float:
+        """Share of the tokens counted in `counts` [V] that the draft can say; 1 where nothing was counted."""
+        total = float(counts.sum())
+        return float(counts[self.t2d].sum()) / total if total else 1.0
 
     def to_draft(self, target_ids: Tensor) -> Tensor:
         """Draft ids of target ids, −1 where the draft does not have the token. Any shape."""

@@ -25,6 +25,7 @@ from draftsmith.models.eagle import EagleHead, new_eagle_head
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
 from draftsmith.train.objectives import DraftLMObjective, EagleObjective, Objective
+from draftsmith.train.teachers import Teacher
 
 WIDTH, BLOCKS, CONTEXT, WINDOW = 32, 4, 256, 8
 TAPS, STEPS = (0, 1, 2), 7
@@ -173,3 +174,29 @@ def objectives(target: Target) -> list[Objective]:
         DraftLMObjective(DraftLM.from_target_blocks(target, [0, 3])),
         EagleObjective(a_head(target), STEPS, 0.8),
     ]
+
+
+TEACHERS = ("dense", "dense pruned", "top 1", "top 5", "top all", "top 5 unsayable", "sampled", "sampled unsayable")
+
+
+def a_teacher(kind: str, p: torch.Tensor) -> Teacher:
+    """One of `TEACHERS` for p [N, V], V the draft's vocabulary, with tokens. Unsayable: a third of the columns, and row 1 whole."""
+    N, V = p.shape
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(-1, V, (N,), generator=generator)
+    if kind.startswith("dense"):
+        outside = torch.full((N, 2), 0.1, dtype=p.dtype)
+        return Teacher(None, torch.cat([0.8 * p, outside], 1) if kind == "dense pruned" else p, None, tokens)
+    if kind.startswith("top"):
+        size = kind.split()[1]
+        known, ids = p.topk(V if size == "all" else int(size), dim=-1)
+        weight = None
+    else:
+        drawn = torch.multinomial(p, 8, replacement=True, generator=generator)
+        count = torch.zeros_like(p).scatter_add(1, drawn, torch.ones_like(p)[:, :1].expand(N, 8))
+        weight, ids = (count / 8).topk(8, dim=-1)
+        ids = torch.where(weight > 0, ids, -1)
+        known = torch.where(weight > 0, p.gather(1, ids.clamp(min=0)), 0.0)
+    if kind.endswith("unsayable"):
+        ids = torch.where((ids % 3 == 0) | (torch.arange(N)[:, None] == 1), -1, ids)
+    return Teacher(ids, known, weight, tokens)

@@ -1,4 +1,4 @@
-"""Distil a draft LM: forward KL against the target's cached distribution, never against the text's own tokens."""
+"""Distil a draft LM against the target's cached distribution."""
 
 from pathlib import Path
 
@@ -9,8 +9,10 @@ from draftsmith.models.draft import DraftLM
 from draftsmith.models.target import Target
 from draftsmith.train.held_out import HeldOut
 from draftsmith.train.loop import Log, Summary, train
+from draftsmith.train.losses import make_loss
 from draftsmith.train.objectives import DraftLMObjective
 from draftsmith.train.settings import DistillSettings
+from draftsmith.train.teachers import frozen_head
 
 
 def new_draft(target: Target, settings: DistillSettings, seed: int) -> DraftLM:
@@ -35,7 +37,7 @@ def distill(
     """Train a draft LM on the cache; `folder/distilled` gets the best weights, `folder/untrained` the start."""
     draft = new_draft(target, settings, seed)
     draft.save(folder / "untrained", target)
-    objective = DraftLMObjective(draft, settings.loss)
+    objective = DraftLMObjective(draft, make_loss(settings), target_head=frozen_head(target))
     rows = [held_out[i] for i in range(min(settings.held_out_rows, len(held_out)))]
     return train(
         objective,

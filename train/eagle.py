@@ -1,5 +1,6 @@
 """Train an EAGLE head on the target's cached states, with rollouts of any length (1: without)."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,22 +12,51 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
 from draftsmith.train.held_out import HeldOut
 from draftsmith.train.loop import Log, Summary, train
+from draftsmith.train.losses import make_loss
 from draftsmith.train.objectives import EagleObjective
 from draftsmith.train.settings import EagleTrainSettings
+from draftsmith.train.teachers import frozen_head
+
+
+@dataclass
+class EagleSummary(Summary):
+    """What a head's training came to. coverage: share of the cache's supervised tokens that the head can say; ceiling: mean mass
+    that the target gives to what the head can say on the held-out rows: no acceptance of this head can be higher at T = 1."""
+
+    coverage: float = 1.0
+    ceiling: float = 1.0
+
+
+def supervised_counts(reader: CacheReader, vocabulary: int) -> torch.Tensor:
+    """[V] how often each target token is supervised in the cache."""
+    counts = torch.zeros(vocabulary, dtype=torch.long)
+    for index in range(len(reader)):
+        row = reader[index]
+        counts += torch.bincount(torch.from_numpy(row.token_ids[row.supervised]).long(), minlength=vocabulary)
+    return counts
 
 
 def draft_vocabulary(reader: CacheReader, target: Target, size: int | None) -> DraftVocabulary:
     """The `size` target tokens that are supervised most often in the cache, stop tokens always among them."""
     if size is None or size >= target.vocabulary:
         return DraftVocabulary.all_of(target.vocabulary)
-    counts = torch.zeros(target.vocabulary, dtype=torch.long)
-    for index in range(len(reader)):
-        row = reader[index]
-        counts += torch.bincount(torch.from_numpy(row.token_ids[row.supervised]).long(), minlength=target.vocabulary)
     special = (
         set(target.tokenizer.all_special_ids) | set(target.eos_ids) if target.has_tokenizer else set(target.eos_ids)
     )
-    return DraftVocabulary.most_frequent(counts, size, special)
+    return DraftVocabulary.most_frequent(supervised_counts(reader, target.vocabulary), size, special)
+
+
+@torch.no_grad()
+def acceptance_ceiling(objective: EagleObjective, held_out: HeldOut) -> float:
+    """Mean over held-out supervised positions of Σ_v p over the draft's vocabulary: what Σ_v min(p, q) comes to for the best q."""
+    mass, count = 0.0, 0
+    for batch in held_out.batches:
+        assert batch.last is not None
+        slots = objective.trained_slots(batch, 0)
+        p = held_out.target.head(batch.last[objective.teacher_places(slots, 0)]).float().softmax(-1)
+        mass += float(p[:, objective.vocabulary.target_ids.to(p.device)].sum())
+        count += len(p)
+    return mass / max(count, 1)
 
 
 def sample_taps(reader: CacheReader, rows: int = 8) -> torch.Tensor:
@@ -42,13 +72,14 @@ def train_eagle(
     folder: Path,
     seed: int,
     log: Log | None = None,
-) -> Summary:
+) -> EagleSummary:
     """Train a head on the cache's taps and distribution; `folder` gets the best weights."""
     taps = reader.taps
+    vocabulary = draft_vocabulary(reader, target, settings.draft_vocabulary)
     head = new_eagle_head(
         target,
         taps,
-        draft_vocabulary(reader, target, settings.draft_vocabulary),
+        vocabulary,
         layers=settings.layers,
         kv_heads=settings.kv_heads,
         intermediate=settings.intermediate,
@@ -56,11 +87,21 @@ def train_eagle(
         sample_taps=sample_taps(reader) if settings.embedding_start else None,
         seed=seed,
     )
+    objective = EagleObjective(
+        head, settings.rollouts, settings.decay, make_loss(settings), target_head=frozen_head(target)
+    )
     rows = [held_out[i] for i in range(min(settings.held_out_rows, len(held_out)))]
-    return train(
-        EagleObjective(head, settings.rollouts, settings.decay, settings.loss),
+    measured = HeldOut.of(target, rows, taps)
+    coverage, ceiling = 1.0, 1.0
+    if not vocabulary.full:
+        coverage = vocabulary.coverage(supervised_counts(reader, target.vocabulary))
+        ceiling = acceptance_ceiling(objective, measured)
+        if log is not None:
+            log({"vocabulary_coverage": coverage, "acceptance_ceiling": ceiling}, 0)
+    summary = train(
+        objective,
         reader,
-        HeldOut.of(target, rows, taps),
+        measured,
         settings,
         folder=folder,
         seed=seed,
@@ -68,3 +109,4 @@ def train_eagle(
         log=log,
         title=f"train-eagle {folder.name}",
     )
+    return EagleSummary(**vars(summary), coverage=coverage, ceiling=ceiling)

@@ -11,8 +11,9 @@ import torch
 from draftsmith.data.batches import Batch, collate_rows
 from draftsmith.data.rows import Row
 from draftsmith.models.target import Target
-from draftsmith.train.losses import acceptance, dense_teacher, plain
+from draftsmith.train.losses import acceptance, plain
 from draftsmith.train.objectives import Objective
+from draftsmith.train.teachers import dense_teacher
 
 
 @dataclass(frozen=True)

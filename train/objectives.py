@@ -9,14 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from draftsmith.data.batches import Batch, supervised_slots
+from draftsmith.data.batches import Batch, Sampled, supervised_slots
 from draftsmith.errors import UserError
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import EagleHead
 from draftsmith.models.vocabulary import DraftVocabulary
-from draftsmith.train.fused import head_loss
-from draftsmith.train.losses import LOSSES, Teacher, acceptance, match
+from draftsmith.train.fused import head_loss, recomputed_loss
+from draftsmith.train.losses import Loss
 from draftsmith.train.rollout import rollout
+from draftsmith.train.teachers import AnyTeacher, LastTeacher, Teacher
+
+FORWARD_KL = Loss()
 
 
 @dataclass(frozen=True)
@@ -29,18 +32,21 @@ class Sums:
 
 
 class Objective(nn.Module):
-    """A draft under training. At rollout step k slot t predicts x_{t+lead+k}; its teacher is p_{t+lead+k−1}, its weight decay^k."""
+    """A draft under training. At rollout step k slot t predicts x_{t+lead+k}; its teacher is p_{t+lead+k−1}, its weight decay^k
+    times what the batch gives to that token.
+
+    target_head: last states [n, W] → logits [n, V] of the frozen target, for batches whose teacher is recomputed from `last`.
+    """
 
     lead: int
     steps = 1
     decay = 1.0
     vocabulary: DraftVocabulary
 
-    def __init__(self, loss: str) -> None:
+    def __init__(self, loss: Loss, target_head: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
-        if loss not in LOSSES:
-            raise UserError(f"loss {loss}: must be one of {', '.join(LOSSES)}")
-        self.loss = LOSSES[loss]
+        self.loss = loss
+        self.target_head = target_head
 
     def states(self, batch: Batch) -> Iterator[Tensor]:
         """The draft's states [B, T, H] of every rollout step."""
@@ -63,9 +69,21 @@ class Objective(nn.Module):
         rows, columns = slots.nonzero(as_tuple=True)
         return rows, columns + self.lead + k - 1
 
+    def position_weights(self, batch: Batch, slots: Tensor, k: int) -> Tensor | None:
+        """What the batch says that each prediction [N] of step k counts; None: 1 each."""
+        if batch.weights is None:
+            return None
+        rows, positions = self.teacher_places(slots, k)
+        return batch.weights[rows, positions + 1]
+
     def weight(self, batch: Batch) -> float:
         """Σ of the weights of a batch's supervised predictions: what `Sums.loss` is to be divided by."""
-        return sum(self.decay**k * float(self.trained_slots(batch, k).sum()) for k in range(self.steps))
+        total = 0.0
+        for k in range(self.steps):
+            slots = self.trained_slots(batch, k)
+            weights = self.position_weights(batch, slots, k)
+            total += self.decay**k * float(slots.sum() if weights is None else weights.sum())
+        return total
 
     def predictions(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """Per rollout step: the trained slots [B, T] and the draft logits [N, V_d] there; the head runs on no other slot."""
@@ -78,25 +96,43 @@ class Objective(nn.Module):
         accepted, count = [], []
         for k, states in enumerate(self.states(batch)):
             slots = self.trained_slots(batch, k)
-            value, reached = self.head_loss(states[slots], self.cached_teacher(batch, slots, k))
+            value, reached = self.head_loss(
+                states[slots], self.cached_teacher(batch, slots, k), self.position_weights(batch, slots, k)
+            )
             loss = loss + self.decay**k * value
             accepted.append(reached)
             count.append(slots.sum().float())
         return Sums(loss, torch.stack(accepted), torch.stack(count))
 
-    def head_loss(self, states: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
-        """Σ of the loss and, without gradient, of the expected acceptance over states [N, H]."""
+    def head_loss(self, states: Tensor, teacher: AnyTeacher, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Σ of weights [N] · loss and, without weights and gradient, Σ of the expected acceptance over states [N, H]."""
         if (head := self.head()) is not None:
             before, weight = head
-            return head_loss(before(states), weight, teacher, self.loss)
-        matched = match(self.logits(states), teacher)
-        return self.loss(matched).sum(), acceptance(matched).sum().detach()
+            return head_loss(before(states), weight, teacher, self.loss, self.loss.temperature, weights)
+        return recomputed_loss(
+            states, self.logits, self.vocabulary.size, teacher, self.loss, self.loss.temperature, weights
+        )
 
-    def cached_teacher(self, batch: Batch, slots: Tensor, k: int) -> Teacher:
-        if batch.teacher is None:
-            raise UserError("the cache holds no distribution: cache it again with cache.k above 0")
+    def cached_teacher(self, batch: Batch, slots: Tensor, k: int) -> AnyTeacher:
+        """What the target says where the slots of step k predict: listed, drawn, or recomputed from its last states."""
         places = self.teacher_places(slots, k)
-        return Teacher(self.vocabulary.to_draft(batch.teacher.ids[places]), batch.teacher.log_probs[places].exp())
+        tokens = None
+        if self.loss.needs_tokens:
+            tokens = self.vocabulary.to_draft(batch.token_ids[places[0], places[1] + 1])
+        if batch.teacher is None:
+            if batch.last is None or self.target_head is None:
+                raise UserError("the cache holds no distribution: cache it again with cache.k above 0")
+            return LastTeacher(batch.last[places], self.target_head, self.vocabulary, tokens)
+        ids, log_probs = batch.teacher.ids[places], batch.teacher.log_probs[places]
+        weight = batch.teacher.weights[places] if isinstance(batch.teacher, Sampled) else None
+        complete = weight is None and ids.shape[-1] == self.vocabulary.target_size
+        if self.loss.temperature != 1.0 and not complete:
+            raise UserError(
+                f"temperature {self.loss.temperature}: needs the target's whole distribution, and the cache keeps a part; "
+                "set cache.distribution=from_last, or temperature=1"
+            )
+        known = torch.where(ids >= 0, self.vocabulary.to_draft(ids.clamp(min=0)), -1)
+        return Teacher(known, log_probs.exp(), weight, tokens)
 
 
 class DraftLMObjective(Objective):
@@ -104,8 +140,10 @@ class DraftLMObjective(Objective):
 
     lead = 1
 
-    def __init__(self, draft: DraftLM, loss: str = "forward_kl") -> None:
-        super().__init__(loss)
+    def __init__(
+        self, draft: DraftLM, loss: Loss = FORWARD_KL, target_head: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        super().__init__(loss, target_head)
         self.model = draft.model
         self.vocabulary = DraftVocabulary.all_of(draft.vocabulary)
         self._draft = draft
@@ -126,8 +164,15 @@ class EagleObjective(Objective):
 
     lead = 2
 
-    def __init__(self, head: EagleHead, steps: int, decay: float = 1.0, loss: str = "forward_kl") -> None:
-        super().__init__(loss)
+    def __init__(
+        self,
+        head: EagleHead,
+        steps: int,
+        decay: float = 1.0,
+        loss: Loss = FORWARD_KL,
+        target_head: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__(loss, target_head)
         if steps < 1:
             raise UserError(f"eagle.rollouts {steps}: must be at least 1 (1 is training without rollouts)")
         self.eagle = head

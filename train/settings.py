@@ -1,21 +1,40 @@
 """What a training run can be told. Kept apart from the code that trains, so that a config is read and checked without torch."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from draftsmith.settings import Settings
 
+LossName = Literal[
+    "forward_kl",
+    "reverse_kl",
+    "jensen_shannon",
+    "total_variation",
+    "negative_log_acceptance",
+    "adaptive_kl_tv",
+    "cross_entropy",
+]
+Rest = Literal["bucket", "tail"]
+
 
 class TrainSettings(Settings):
     """How a draft is trained.
 
+    loss: one of `train.losses`, or several with their weights ({forward_kl: 0.5, total_variation: 0.5}); beta: of
+    jensen_shannon, 0 is KL(p ‖ q), 1 is KL(q ‖ p); eta: of adaptive_kl_tv; rest: how the mass of a top-k cache's unlisted tokens
+    counts as acceptance, bucket (not at all) or tail (as far as the draft has mass there, too); temperature: of distillation, for
+    target and draft alike, 1 unless the cache keeps the whole distribution.
     tokens: how many cached tokens it sees in all (rows come again in a new order each epoch); matrix_lr: of Muon, for hidden
     matrices; other_lr: of AdamW, for heads, embeddings and norms; warmup: share of the steps; clip: norm of the gradient, 0 for
     none; validations: how often held-out acceptance is measured, on held_out_rows rows.
     """
 
-    loss: Literal["forward_kl", "total_variation", "negative_log_acceptance", "adaptive_kl_tv"] = "forward_kl"
+    loss: LossName | dict[LossName, Annotated[float, Field(gt=0)]] = "forward_kl"
+    beta: float = Field(0.5, ge=0, le=1)
+    eta: float = Field(3.0, ge=0)
+    rest: Rest = "bucket"
+    temperature: float = Field(1.0, gt=0)
     tokens: int = Field(200_000, ge=1)
     batch_tokens: int = Field(2048, ge=1)
     accumulate: int = Field(1, ge=1)
@@ -27,6 +46,24 @@ class TrainSettings(Settings):
     log_every: int = Field(10, ge=1)
     validations: int = Field(4, ge=1)
     held_out_rows: int = Field(12, ge=1)
+
+    @property
+    def mixture(self) -> dict[LossName, float]:
+        """The weight of each loss."""
+        return self.loss if isinstance(self.loss, dict) else {self.loss: 1.0}
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        if not self.mixture:
+            raise ValueError("loss: names no loss; give one, or several with their weights")
+        by_acceptance = {"total_variation", "negative_log_acceptance", "adaptive_kl_tv"}
+        users = {"beta": {"jensen_shannon"}, "eta": {"adaptive_kl_tv"}, "rest": by_acceptance}
+        for option, names in users.items():
+            if getattr(self, option) != type(self).model_fields[option].default and not names & set(self.mixture):
+                raise ValueError(
+                    f"{option}: {getattr(self, option)} changes nothing without {' or '.join(sorted(names))}; remove it"
+                )
+        return self
 
 
 class DistillSettings(TrainSettings):

@@ -90,6 +90,6 @@ def test_a_smaller_vocabulary_takes_the_most_frequent_supervised_tokens(made):
 
 def test_a_loss_that_is_not_finite_names_step_and_rows(made, tmp_path, monkeypatch):
     target, reader, rows = made
-    monkeypatch.setattr("draftsmith.train.objectives.LOSSES", {"forward_kl": lambda m: m.log_q.sum(-1) * np.nan})
+    monkeypatch.setattr("draftsmith.train.losses.LOSSES", {"forward_kl": lambda m: m.log_q.sum(-1) * np.nan})
     with pytest.raises(UserError, match=r"nan at step 0, rows \["):
         distill(target, reader, rows, DistillSettings(**QUICK), tmp_path / "draft", seed=0)
