@@ -19,8 +19,8 @@ from draftsmith.models.target import Target
 
 # Two runs of one target differ by the order of summation, and in half precision by its rounding, block after block.
 LIVE_ERROR = {torch.float32: 0.0, torch.bfloat16: 0.05, torch.float16: 0.02}
-# Of what a codec makes of two passes' states: a rounding that falls to the other side, now and then. Measured below 2e-4 in
-# fp32 for every codec; the outputs of neighbouring blocks differ by some per cent.
+# Mean relative difference of what a codec makes of two passes' states: here and there a rounding falls to the other side.
+# Measured below 1e-6 in fp32 for every codec; the outputs of neighbouring blocks differ by some per cent.
 SAME = 2e-3
 
 
@@ -101,9 +101,10 @@ def _check_states(field: str, about: dict[str, Any], stored: Tensor, live: Tenso
     if not worst <= codec.tolerance + noise:
         return [f"{field} differ from the target's by {worst:.3g} (relative), allowed {codec.tolerance + noise:.3g}"]
     mean = float(_relative_errors(stored, codec.roundtrip(live)).mean())
-    if not mean <= SAME + noise:
+    allowed = SAME + noise + codec.tolerance / stored[..., 0].numel()  # one state may fall to the other side as a whole
+    if not mean <= allowed:
         made = f"what {about['codec']} makes of the target's"
-        return [f"{field} differ from {made} by {mean:.3g} (relative, on average), allowed {SAME + noise:.3g}"]
+        return [f"{field} differ from {made} by {mean:.3g} (relative, on average), allowed {allowed:.3g}"]
     return []
 
 
