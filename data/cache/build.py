@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batches import collate_rows, fill_batches
-from draftsmith.data.cache.codecs import DISTRIBUTION_CODECS, STATE_CODECS, Parts, tensor_name
+from draftsmith.data.cache.codecs import DISTRIBUTION_CODECS, STATE_CODECS, Parts, id_type, tensor_name
+from draftsmith.data.cache.fields import bytes_per_token, cache_fields, kept_mass, row_uniforms
 from draftsmith.data.cache.manifest import CacheSettings, Manifest
 from draftsmith.data.cache.reader import decode_row
 from draftsmith.data.cache.verify import cache_info, self_check
@@ -21,7 +22,7 @@ from draftsmith.data.cache.writer import CacheWriter
 from draftsmith.data.rows import Row, Rows
 from draftsmith.data.tokenizer import tokenizer_digest
 from draftsmith.errors import UserError
-from draftsmith.models.target import Target, choose_taps
+from draftsmith.models.target import Target
 from draftsmith.progress import Ticker, ticker
 
 LOGITS_AT_ONCE = 1 << 25  # numbers in one chunk of logits: 128 MB in float32, whatever the vocabulary
@@ -69,30 +70,6 @@ def build_cache(
     return cache_info(Path(folder)) | done | {"tokens_per_second": tokens / max(seconds, 1e-9)}
 
 
-def cache_fields(settings: CacheSettings, width: int, vocabulary: int, blocks: int) -> dict[str, dict[str, Any]]:
-    """The manifest's `fields`: codec of each stored field and what decoding needs. Raises `UserError` if impossible."""
-    if settings.k > vocabulary:
-        raise UserError(f"cache.k: {settings.k} tokens of a vocabulary of {vocabulary}; lower cache.k")
-    fields: dict[str, dict[str, Any]] = {"distribution": {"codec": "topk", "k": settings.k, "vocabulary": vocabulary}}
-    if settings.taps != "none":
-        taps = choose_taps(blocks, settings.taps)
-        fields["taps"] = {"codec": settings.state_codec, "blocks": list(taps), "width": width}
-    if settings.last:
-        fields["last"] = {"codec": settings.state_codec, "width": width}
-    return fields
-
-
-def bytes_per_token(fields: dict[str, dict[str, Any]]) -> int:
-    """Bytes on disk of one token with all its fields."""
-    total = 4 + 1  # id and mask
-    for field, about in fields.items():
-        if field == "distribution":
-            total += DISTRIBUTION_CODECS[about["codec"]].bytes_per_token(about["vocabulary"], about["k"])
-        else:
-            total += len(about.get("blocks", [0])) * STATE_CODECS[about["codec"]].bytes_per_state(about["width"])
-    return total
-
-
 def cache_bytes(settings: CacheSettings, *, tokens: int, rows: int, width: int, vocabulary: int, blocks: int) -> int:
     """The size on disk that a cache of `tokens` tokens in `rows` rows will have, within 5 %."""
     stored = tokens * bytes_per_token(cache_fields(settings, width, vocabulary, blocks)) + rows * ROW_BYTES
@@ -124,7 +101,9 @@ class _Shard:
         self.lengths = np.asarray([len(row.token_ids) for row in rows])
         self.offsets = np.cumsum([0, *self.lengths], dtype=np.int64)
         self.tensors: dict[str, Tensor] = {
-            "token_ids": torch.from_numpy(np.concatenate([row.token_ids for row in rows])),
+            "token_ids": torch.from_numpy(np.concatenate([row.token_ids for row in rows])).to(
+                id_type(target.vocabulary)
+            ),
             "supervised": torch.from_numpy(np.concatenate([row.supervised for row in rows])),
             "offsets": torch.from_numpy(self.offsets),
             "domain_of": torch.tensor([domains.index(row.domain) for row in rows], dtype=torch.uint8),
@@ -144,9 +123,7 @@ class _Shard:
                 )
             progress.advance(int(self.lengths[batch].sum()))
         self._check_longest()
-        if "distribution" not in self.fields:
-            return self.tensors, 1.0
-        return self.tensors, float(self.tensors["distribution.log_probs"].double().exp().sum(-1).mean())
+        return self.tensors, kept_mass(self.fields, self.tensors)
 
     def _store(self, index: int, taps: Tensor | None, last: Tensor) -> None:
         """Encode one row: taps [T, A, W], last [T, W]."""
@@ -156,16 +133,18 @@ class _Shard:
                     f"the target's {field} are not finite in document {self.rows[index].document};"
                     " load it with dtype float32, or repair its weights"
                 )
-        if taps is not None:
-            self._put(index, "taps", STATE_CODECS[self.fields["taps"]["codec"]].encode(taps), 0)
-        if "last" in self.fields:
-            self._put(index, "last", STATE_CODECS[self.fields["last"]["codec"]].encode(last[:, None]), 0)
-        if about := self.fields.get("distribution"):
-            codec = DISTRIBUTION_CODECS[about["codec"]]
+        for field, states in (("taps", taps), ("last", last[:, None])):
+            if states is not None and (about := self.fields.get(field)):
+                self._put(index, field, STATE_CODECS[about["codec"]].encode(states, about.get("rotation")), 0)
+        about = self.fields["distribution"]
+        if (codec := DISTRIBUTION_CODECS[about["codec"]]).parts:
+            uniforms = row_uniforms(self.rows[index].token_ids).to(last.device)
             step = max(1, LOGITS_AT_ONCE // self.target.vocabulary)
             for first in range(0, len(last), step):
-                parts = codec.encode(self.target.head(last[first : first + step]), about["k"])
-                self._put(index, "distribution", parts, first)
+                logits = self.target.head(last[first : first + step])
+                self._put(
+                    index, "distribution", codec.encode(logits, about["k"], uniforms[first : first + step]), first
+                )
 
     def _put(self, index: int, field: str, parts: Parts, first: int) -> None:
         """Copy parts, whose entries begin at token `first` of the row, to their place in the shard."""
