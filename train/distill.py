@@ -4,7 +4,6 @@ from pathlib import Path
 
 from draftsmith.data.cache.reader import CacheReader
 from draftsmith.data.rows import Rows
-from draftsmith.errors import UserError
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.target import Target
 from draftsmith.train.held_out import HeldOut
@@ -14,13 +13,23 @@ from draftsmith.train.settings import DistillSettings
 
 
 def new_draft(target: Target, settings: DistillSettings, seed: int) -> DraftLM:
-    """The untrained start: from scratch if a shape is given, else cut out of the target (default: first and last block)."""
-    if settings.shape is not None and settings.blocks is not None:
-        raise UserError("distill: give blocks (cut out of the target) or shape (from scratch), not both")
-    if settings.shape is not None:
-        return DraftLM.from_scratch(target, settings.shape, seed)
-    blocks = settings.blocks if settings.blocks is not None else sorted({0, target.blocks - 1})
-    return DraftLM.from_target_blocks(target, blocks)
+    """The untrained start (see `DistillSettings`)."""
+    start = settings.starts_from
+    if start == "checkpoint":
+        return DraftLM.load(_place(settings.checkpoint), target)
+    if start == "blocks":
+        blocks = settings.blocks if settings.blocks is not None else sorted({0, target.blocks - 1})
+        return DraftLM.from_target_blocks(target, blocks, settings.head)
+    assert settings.shape is not None
+    if start == "narrow":
+        return DraftLM.narrowed(target, settings.shape, seed, settings.head)
+    return DraftLM.from_scratch(target, settings.shape, seed)
+
+
+def _place(name: str | None) -> str:
+    """A local folder with `~` resolved, or the hub name as it is."""
+    path = Path(name or "").expanduser()
+    return str(path) if path.exists() else str(name)
 
 
 def distill(
