@@ -48,14 +48,14 @@ class DraftLM(LanguageModel):
         if head == "shared":
             _set_ends(model, *_ends(target.model))
             _freeze_ends(model)
-        return cls(model)._for(target)
+        return cls(model).of(target)
 
     @classmethod
     def from_scratch(cls, target: Target, shape: Shape, seed: int) -> "DraftLM":
         """A fresh model of the target's architecture: some sizes changed (`transformers` config names), or one of `SHAPES`."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return cls(_build(target, sizes(target, shape), None))._for(target)
+            return cls(_build(target, sizes(target, shape), None)).of(target)
 
     @classmethod
     def narrowed(
@@ -91,15 +91,16 @@ class DraftLM(LanguageModel):
         model = load_model(name, str(target.dtype).removeprefix("torch."))
         if target.has_tokenizer:
             check_tokenizer(name, target)
-        return cls(_padded_to(model.to(target.device), target, name))._for(target)
+        return cls(_padded_to(model.to(target.device), target, name)).of(target)
 
     @classmethod
     def shape_of(cls, config: Any, target: Target) -> "DraftLM":
         """A draft of this `transformers` configuration without weights of its own (on torch's meta device)."""
         with torch.device("meta"):
-            return cls(AutoModelForCausalLM.from_config(config))._for(target)
+            return cls(AutoModelForCausalLM.from_config(config)).of(target)
 
-    def _for(self, target: Target) -> "DraftLM":
+    def of(self, target: Target) -> "DraftLM":
+        """This draft, told which of its rows are tokens of the target."""
         self.usable = min(target.usable, self.vocabulary)
         return self
 

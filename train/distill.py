@@ -1,5 +1,6 @@
 """Distil a draft LM: forward KL against the target's cached distribution, never against the text's own tokens."""
 
+import copy
 from pathlib import Path
 
 from draftsmith.data.cache.reader import CacheReader
@@ -7,8 +8,10 @@ from draftsmith.data.rows import Rows
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.target import Target
 from draftsmith.train.held_out import HeldOut
-from draftsmith.train.loop import Log, Summary, train
+from draftsmith.train.loop import Log, Source, Summary, train
 from draftsmith.train.objectives import DraftLMObjective
+from draftsmith.train.on_policy import OnPolicy
+from draftsmith.train.selective import Selective
 from draftsmith.train.settings import DistillSettings
 
 
@@ -24,6 +27,19 @@ def new_draft(target: Target, settings: DistillSettings, seed: int) -> DraftLM:
     if start == "narrow":
         return DraftLM.narrowed(target, settings.shape, seed, settings.head)
     return DraftLM.from_scratch(target, settings.shape, seed)
+
+
+def _source(
+    source: Source, draft: DraftLM, target: Target, objective: DraftLMObjective, settings: DistillSettings, seed: int
+) -> Source:
+    """The cached rows, some of them continued by the draft, some of their tokens left out, as the settings say."""
+    if settings.on_policy is not None:
+        source = OnPolicy(source, draft, target, settings.on_policy, seed)
+    if settings.selective is not None:
+        start = DraftLM(copy.deepcopy(draft.model).eval())
+        reference = DraftLM.load(_place(settings.selective.reference), target)
+        source = Selective(source, start, reference, settings.selective.share, objective.cached_teacher)
+    return source
 
 
 def _place(name: str | None) -> str:
@@ -48,7 +64,7 @@ def distill(
     rows = [held_out[i] for i in range(min(settings.held_out_rows, len(held_out)))]
     return train(
         objective,
-        reader,
+        _source(reader, draft, target, objective, settings, seed),
         HeldOut.of(target, rows, ()),
         settings,
         folder=folder,

@@ -59,7 +59,7 @@ class DistillSettings(TrainSettings):
     blocks: which of the target's blocks a cut keeps (null: the first and the last).
     shape: of a random body: "half", "quarter" or "eighth" of the target, or sizes by their `transformers` config names.
     checkpoint: folder or hub name.
-    head: "copied" trains the embedding and the head that a cut or narrow draft has from its target, "shared" leaves them as they are.
+    head: "copied" trains the embedding and head that a cut or narrow draft has from its target, "shared" leaves them as they are.
     """
 
     start: Literal["blocks", "scratch", "narrow", "checkpoint"] | None = None
