@@ -19,7 +19,7 @@ def new_draft(target: Target, settings: DistillSettings, seed: int) -> DraftLM:
     """The untrained start (see `DistillSettings`)."""
     start = settings.starts_from
     if start == "checkpoint":
-        return DraftLM.load(_place(settings.checkpoint), target)
+        return DraftLM.load(place(settings.checkpoint), target)
     if start == "blocks":
         blocks = settings.blocks if settings.blocks is not None else sorted({0, target.blocks - 1})
         return DraftLM.from_target_blocks(target, blocks, settings.head)
@@ -37,12 +37,12 @@ def _source(
         source = OnPolicy(source, draft, target, settings.on_policy, seed)
     if settings.selective is not None:
         start = DraftLM(copy.deepcopy(draft.model).eval())
-        reference = DraftLM.load(_place(settings.selective.reference), target)
+        reference = DraftLM.load(place(settings.selective.reference), target)
         source = Selective(source, start, reference, settings.selective.share, objective.cached_teacher)
     return source
 
 
-def _place(name: str | None) -> str:
+def place(name: str | None) -> str:
     """A local folder with `~` resolved, or the hub name as it is."""
     path = Path(name or "").expanduser()
     return str(path) if path.exists() else str(name)
