@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.data.batches import Batch, Sampled, TopK
-from draftsmith.data.cache.codecs import DISTRIBUTION_CODECS
+from draftsmith.data.batches import NO_MASS, Batch, Sampled, TopK
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.target import Target
 from draftsmith.train.loop import Source
@@ -58,7 +57,7 @@ class OnPolicy:
         last = self._target.forward(written.to(self._target.device), want_logits=False).last
         if batch.last is not None:
             fresh = replace(fresh, last=batch.last.index_copy(0, rows, last.to(batch.last)))
-        return fresh if batch.teacher is None else replace(fresh, teacher=self._taught(batch.teacher, rows, last))
+        return fresh if batch.teacher is None else replace(fresh, teacher=self._taught(batch.teacher, rows, last, rng))
 
     def _write(self, ids: Tensor, starts: Tensor, ends: Tensor, rng: np.random.Generator) -> Tensor:
         """ids [n, T] with the slots from starts[i] to ends[i] drawn from the draft, token by token, all rows at once."""
@@ -80,16 +79,31 @@ class OnPolicy:
                 state = output.last[:, 0]
         return ids
 
-    def _taught(self, teacher: TopK | Sampled, rows: Tensor, last: Tensor) -> TopK | Sampled:
+    def _taught(self, teacher: TopK | Sampled, rows: Tensor, last: Tensor, rng: np.random.Generator) -> TopK | Sampled:
         """The teacher with the target's distributions of these rows, in the form that the others have."""
-        codec = DISTRIBUTION_CODECS["topk" if isinstance(teacher, TopK) else "sampled"]
-        parts: list[Tensor] = [part.clone() for part in teacher]
-        for row, states in zip(rows.tolist(), last, strict=True):
-            logits = self._target.head(states)
-            for part, fresh in zip(parts, codec.decode(codec.encode(logits, teacher.ids.shape[-1])), strict=True):
-                part[row] = fresh.to(part)
+        fresh = [listed(self._target.head(states), teacher, rng) for states in last]
+        parts = [
+            part.index_copy(0, rows, torch.stack([new[i] for new in fresh]).to(part)) for i, part in enumerate(teacher)
+        ]
         made: Any = type(teacher)(*parts)
         return made
+
+
+def listed(logits: Tensor, like: TopK | Sampled, rng: np.random.Generator) -> TopK | Sampled:
+    """The target's distribution at logits [T, V], as `like` keeps its own: as many likeliest tokens, or as many draws."""
+    log_p = logits.float().log_softmax(-1)
+    n = like.ids.shape[-1]
+    if isinstance(like, TopK):
+        log_probs, ids = log_p.topk(n, dim=-1)
+        return TopK(ids, log_probs)
+    generator = torch.Generator(log_p.device).manual_seed(int(rng.integers(2**63)))
+    drawn = torch.multinomial(log_p.exp(), n, replacement=True, generator=generator).sort(-1).values
+    # A token drawn several times stands once, with its share of the draws.
+    first = torch.ones_like(drawn, dtype=torch.bool)
+    first[:, 1:] = drawn[:, 1:] != drawn[:, :-1]
+    shares = (drawn[:, :, None] == drawn[:, None, :]).float().mean(-1)
+    log_probs = log_p.gather(-1, drawn)
+    return Sampled(drawn.where(first, -1), log_probs.where(first, NO_MASS), shares.where(first, 0.0))
 
 
 def answers(supervised: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
