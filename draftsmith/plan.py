@@ -1,7 +1,10 @@
 """What a command would do, told before: stages, parameters, bytes on disk. Loads no weights, writes nothing."""
 
+import functools
 import json
 import shutil
+import urllib.error
+import urllib.request
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,20 +74,32 @@ def _architecture(name: str, work: Work, trust_remote_code: bool = False) -> Any
     """
     from transformers import AutoConfig
 
+    local = Path(name).exists()
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        offline = not local and not _hub_answers()
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, local_files_only=offline)
     except (OSError, ValueError) as error:
+        reason = "the hub cannot be reached" if offline else str(error).strip().splitlines()[0]
         kept = resources.files("draftsmith.configs").joinpath("shapes", f"{name.rpartition('/')[2].lower()}.json")
-        if Path(name).exists() or not kept.is_file():
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(
-                f"{name}: no configuration of it can be read ({reason}); give a folder or a hub name"
-            ) from error
+        if local or not kept.is_file():
+            raise UserError(f"{name}: no configuration of it ({reason}); give a folder or a hub name") from error
     about = json.loads(kept.read_text(encoding="utf-8"))
-    work.say(
-        f"{name}: the hub cannot be reached; its shape is taken from configs/shapes/{kept.name} ({about['source']})"
-    )
+    work.say(f"{name}: {reason}; its published sizes are taken from configs/shapes/{kept.name} ({about['source']})")
     return AutoConfig.for_model(**about["config"])
+
+
+@functools.cache
+def _hub_answers() -> bool:
+    """Whether the hub answers within seconds: `transformers` would ask for half a minute, once per model."""
+    from huggingface_hub import constants
+
+    try:
+        with urllib.request.urlopen(constants.ENDPOINT, timeout=5):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
 
 
 def parameters(config: Config, target: "Target", work: Work) -> dict[str, int]:
