@@ -1,6 +1,11 @@
 """What a command would do, told before: stages, parameters, bytes on disk. Loads no weights, writes nothing."""
 
+import functools
+import json
 import shutil
+import urllib.error
+import urllib.request
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +36,7 @@ def print_plan(config: Config) -> None:
     models = Table(title="parameters", title_justify="left", title_style="bold", show_header=False)
     models.add_column("model")
     models.add_column("parameters", justify="right")
-    for name, count in parameters(config, target).items():
+    for name, count in parameters(config, target, work).items():
         models.add_row(name, f"{count:,}")
     console.print(models)
     console.print(_cache_line(config, target, prepared=not reasons["prepare"]))
@@ -40,7 +45,7 @@ def print_plan(config: Config) -> None:
 def shape_of_target(config: Config, work: Work) -> "Target":
     """The target without weights (on torch's meta device): from its folder or hub name, or as it would be trained."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from draftsmith.models.target import Target
 
@@ -55,24 +60,65 @@ def shape_of_target(config: Config, work: Work) -> "Target":
 
         shape: Any = model_config(config.target.scratch)
     else:
-        work.check_target()
-        shape = AutoConfig.from_pretrained(work.target_path, trust_remote_code=config.target.trust_remote_code)
+        if Path(work.target_path).exists():
+            work.check_target()
+        shape = _architecture(work.target_path, work, config.target.trust_remote_code)
     with torch.device("meta"):
         return Shape(AutoModelForCausalLM.from_config(shape))
 
 
-def parameters(config: Config, target: "Target") -> dict[str, int]:
+def _architecture(name: str, work: Work, trust_remote_code: bool = False) -> Any:
+    """The `transformers` configuration at a folder or hub name; where the hub has no answer, the published sizes that we keep.
+
+    Raises UserError where there are none of these either.
+    """
+    from transformers import AutoConfig
+
+    local = Path(name).exists()
+    try:
+        offline = not local and not _hub_answers()
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, local_files_only=offline)
+    except (OSError, ValueError) as error:
+        reason = "the hub cannot be reached" if offline else str(error).strip().splitlines()[0]
+        kept = resources.files("draftsmith.configs").joinpath("shapes", f"{name.rpartition('/')[2].lower()}.json")
+        if local or not kept.is_file():
+            raise UserError(f"{name}: no configuration of it ({reason}); give a folder or a hub name") from error
+    about = json.loads(kept.read_text(encoding="utf-8"))
+    work.say(f"{name}: {reason}; its published sizes are taken from configs/shapes/{kept.name} ({about['source']})")
+    return AutoConfig.for_model(**about["config"])
+
+
+@functools.cache
+def _hub_answers() -> bool:
+    """Whether the hub answers within seconds: `transformers` would ask for half a minute, once per model."""
+    from huggingface_hub import constants
+
+    try:
+        with urllib.request.urlopen(constants.ENDPOINT, timeout=5):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+
+
+def parameters(config: Config, target: "Target", work: Work) -> dict[str, int]:
     """Stored numbers of the target and of every draft that would be trained, all without memory of their own."""
     import torch
 
+    from draftsmith.models.draft import DraftLM
     from draftsmith.models.eagle import new_eagle_head
     from draftsmith.models.target import choose_taps
     from draftsmith.models.vocabulary import DraftVocabulary
-    from draftsmith.train.distill import new_draft
+    from draftsmith.train.distill import new_draft, place
 
     taps = () if config.cache.taps == "none" else choose_taps(target.blocks, config.cache.taps)
-    with torch.device("meta"):
-        counts = {"target": _count(target.model), TRAINED: _count(new_draft(target, config.distill, config.seed).model)}
+    if config.distill.starts_from == "checkpoint":
+        draft = DraftLM.shape_of(_architecture(place(config.distill.checkpoint), work), target)
+    else:
+        with torch.device("meta"):
+            draft = new_draft(target, config.distill, config.seed)
+    counts = {"target": _count(target.model), TRAINED: _count(draft.model)}
     for name, settings in config.eagle.items():
         size = min(settings.draft_vocabulary or target.vocabulary, target.vocabulary)
         vocabulary = DraftVocabulary(torch.arange(size), target.vocabulary)  # which tokens does not matter here

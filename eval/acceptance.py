@@ -96,8 +96,9 @@ def evaluate(
             }
             if temperature == 0:
                 entry["identical"] = [_identical(target, domain, texts, decoded, settings, plain), len(texts)]
-                if settings.timed_prompts:
-                    entry["speedup"] = measured_speedup(target, drafter, texts[: settings.timed_prompts], settings)
+            if settings.timed_prompts:
+                timed = texts[: settings.timed_prompts]
+                entry["speedup"] = measured_speedup(target, drafter, timed, settings, temperature)
             results.append(entry)
             on_progress(len(texts))
     return results
@@ -124,9 +125,9 @@ def decode_all(
 
 
 def measured_speedup(
-    target: Target, drafter: Drafter, texts: list[list[int]], settings: EvalSettings
+    target: Target, drafter: Drafter, texts: list[list[int]], settings: EvalSettings, temperature: float = 0.0
 ) -> dict[str, float | int]:
-    """Wall-clock tokens/s, speculative ÷ plain, greedy, one prompt at a time, the two in turn in this process.
+    """Wall-clock tokens/s, speculative ÷ plain, one prompt at a time, the two in turn in this process.
 
     The interval is that of the ratio of total times, bootstrapped over prompts.
     """
@@ -139,7 +140,7 @@ def measured_speedup(
                 used,
                 [text],
                 shape=chain_shape(settings.K),
-                sampler=Sampler(0.0),
+                sampler=Sampler(temperature, settings.top_k, settings.top_p, settings.drafting == "greedy"),
                 max_new_tokens=settings.max_new_tokens,
             )
             seconds[name].append((time.perf_counter() - started) / len(result.tokens))

@@ -121,6 +121,7 @@ def decode(
             proposal.tokens, drafter.taps, cache=target_cache, visible=proposal.visible, depths=proposal.depths
         )
         assert out.logits is not None
+        out.logits[..., target.usable :] = float("-inf")  # rows of the head that pad the vocabulary are no tokens
         drafter.observe(out.logits)
 
         # 3. Accept the longest lossless path, and emit one more token: the residual's or the bonus.
@@ -279,6 +280,7 @@ def as_drafter(draft: Any, target: Target) -> Drafter:
     if isinstance(draft, Drafter):
         return draft
     model = draft if isinstance(draft, LanguageModel) else DraftLM(draft)
+    model.usable = min(model.usable, target.usable)
     if model.vocabulary != target.vocabulary:
         raise UserError(
             f"the draft has {model.vocabulary} tokens, the target {target.vocabulary}: they must share a vocabulary"

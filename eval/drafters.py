@@ -92,7 +92,7 @@ class LMDrafter(Drafter):
         states = self.model.forward(ids, cache=self.cache, want_logits=False).last
         self.cache.set_lengths(self.cache.lengths + counts)
         self._run = self._run_parents = ids[:, :0]
-        logits = self.model.head(_at_last(states, counts))
+        logits = self._only_tokens(self.model.head(_at_last(states, counts)))
         return grow(self, _pending(committed), logits, shape, sampler)
 
     def extend(self, tokens: Tensor, parents: Tensor, visible: Tensor, depth: int) -> Tensor:
@@ -101,6 +101,11 @@ class LMDrafter(Drafter):
         assert logits is not None
         self.cache.hold(self.cache.lengths[:, None] + depths)
         self._run, self._run_parents = torch.cat([self._run, tokens], 1), torch.cat([self._run_parents, parents], 1)
+        return self._only_tokens(logits)
+
+    def _only_tokens(self, logits: Tensor) -> Tensor:
+        """No mass on rows that only pad the draft's vocabulary: the target would never accept it."""
+        logits[..., self.model.usable :] = float("-inf")
         return logits
 
     def keep(self, rows: Tensor) -> None:

@@ -70,7 +70,13 @@ def _worth(results: list[Result]) -> Verdict:
     measured = [(r.domain, r.tokens_per_verify) for r in chosen if r.tokens_per_verify is not None]
     tokens = [f"{m.value:.2f}{'' if i else ' tokens per verify'} on {domain}" for i, (domain, m) in enumerate(measured)]
     emits = f"{draft} emits {_listed(tokens)} at T = {temperature:g}, K = {K}"
-    timed = [(r.domain, r.speedup) for r in chosen if r.speedup is not None]
+    same = [r for r in results if (r.draft, r.K, r.tree) == (draft, K, chosen[0].tree)]
+    several = len({r.temperature for r in same if r.speedup is not None}) > 1
+    timed = [
+        (f"{r.domain} at T = {r.temperature:g}" if several else r.domain, r.speedup)
+        for r in same
+        if r.speedup is not None
+    ]
     if not timed:
         return Verdict("unmeasured", f"{emits}; its speed against plain decoding was not measured.")
     slower = [(domain, gain) for domain, gain in timed if gain.value < 1.0]

@@ -35,6 +35,7 @@ class LanguageModel:
         self.width: int = self.config.hidden_size
         self.blocks: int = self.config.num_hidden_layers
         self.vocabulary: int = model.get_output_embeddings().weight.shape[0]
+        self.usable = self.vocabulary  # ids from here on are padding that no tokenizer knows
         self.context: int = getattr(self.config, "max_position_embeddings", 1 << 30)
         self._body: nn.Module = model.base_model
         self._block_modules = _find_blocks(self._body, self.blocks)

@@ -47,6 +47,8 @@ class Target(LanguageModel):
         super().__init__(model.eval())
         self._tokenizer = tokenizer
         self.path = path
+        if tokenizer is not None:
+            self.usable = min(self.vocabulary, 1 + max(tokenizer.get_vocab().values()))
         self._check_conventions()
 
     @torch.no_grad()

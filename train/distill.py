@@ -1,28 +1,53 @@
 """Distil a draft LM against the target's cached distribution."""
 
+import copy
 from pathlib import Path
 
 from draftsmith.data.cache.reader import CacheReader
 from draftsmith.data.rows import Rows
-from draftsmith.errors import UserError
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.target import Target
 from draftsmith.train.held_out import HeldOut
-from draftsmith.train.loop import Log, Summary, train
+from draftsmith.train.loop import Log, Source, Summary, train
 from draftsmith.train.losses import make_loss
 from draftsmith.train.objectives import DraftLMObjective
+from draftsmith.train.on_policy import OnPolicy
+from draftsmith.train.selective import Selective
 from draftsmith.train.settings import DistillSettings
 from draftsmith.train.teachers import frozen_head
 
 
 def new_draft(target: Target, settings: DistillSettings, seed: int) -> DraftLM:
-    """The untrained start: from scratch if a shape is given, else cut out of the target (default: first and last block)."""
-    if settings.shape is not None and settings.blocks is not None:
-        raise UserError("distill: give blocks (cut out of the target) or shape (from scratch), not both")
-    if settings.shape is not None:
-        return DraftLM.from_scratch(target, settings.shape, seed)
-    blocks = settings.blocks if settings.blocks is not None else sorted({0, target.blocks - 1})
-    return DraftLM.from_target_blocks(target, blocks)
+    """The untrained start (see `DistillSettings`)."""
+    start = settings.starts_from
+    if start == "checkpoint":
+        return DraftLM.load(place(settings.checkpoint), target)
+    if start == "blocks":
+        blocks = settings.blocks if settings.blocks is not None else sorted({0, target.blocks - 1})
+        return DraftLM.from_target_blocks(target, blocks, settings.head)
+    assert settings.shape is not None
+    if start == "narrow":
+        return DraftLM.narrowed(target, settings.shape, seed, settings.head)
+    return DraftLM.from_scratch(target, settings.shape, seed)
+
+
+def _source(
+    source: Source, draft: DraftLM, target: Target, objective: DraftLMObjective, settings: DistillSettings, seed: int
+) -> Source:
+    """The cached rows, some of them continued by the draft, some of their tokens left out, as the settings say."""
+    if settings.on_policy is not None:
+        source = OnPolicy(source, draft, target, settings.on_policy, seed)
+    if settings.selective is not None:
+        start = DraftLM(copy.deepcopy(draft.model).eval())
+        reference = DraftLM.load(place(settings.selective.reference), target)
+        source = Selective(source, start, reference, settings.selective.share, objective.cached_teacher)
+    return source
+
+
+def place(name: str | None) -> str:
+    """A local folder with `~` resolved, or the hub name as it is."""
+    path = Path(name or "").expanduser()
+    return str(path) if path.exists() else str(name)
 
 
 def distill(
@@ -41,7 +66,7 @@ def distill(
     rows = [held_out[i] for i in range(min(settings.held_out_rows, len(held_out)))]
     return train(
         objective,
-        reader,
+        _source(reader, draft, target, objective, settings, seed),
         HeldOut.of(target, rows, ()),
         settings,
         folder=folder,

@@ -66,12 +66,66 @@ class TrainSettings(Settings):
         return self
 
 
-class DistillSettings(TrainSettings):
-    """blocks: which of the target's blocks the draft starts from; shape: sizes of a draft from scratch instead
-    (`transformers` config names, for example hidden_size)."""
+class OnPolicySettings(Settings):
+    """Rows that the draft continues itself (`draftsmith.train.on_policy`).
 
+    share: of the rows of every batch; every: batches after which the continuing draft gets the current weights; temperature: at
+    which it samples.
+    """
+
+    share: float = Field(0.5, ge=0, le=1)
+    every: int = Field(16, ge=1)
+    temperature: float = Field(1.0, gt=0)
+
+
+class SelectiveSettings(Settings):
+    """Tokens worth a small draft's capacity (`draftsmith.train.selective`).
+
+    share: of the supervised tokens of every batch that is trained; reference: folder of a trained draft of this kind.
+    """
+
+    share: float = Field(0.4, gt=0, le=1)
+    reference: str = Field(min_length=1)
+
+
+class DistillSettings(TrainSettings):
+    """Where the draft LM starts, and what of the cache it learns from.
+
+    start: "blocks" (cut out of the target), "scratch" (random), "narrow" (a random body between the target's embedding and head,
+    projected to its width), "checkpoint" (another LM of the same tokenizer); unless given, what the other fields say.
+    blocks: which of the target's blocks a cut keeps (null: the first and the last).
+    shape: of a random body: "half", "quarter" or "eighth" of the target, or sizes by their `transformers` config names.
+    checkpoint: folder or hub name.
+    head: "copied" trains the embedding and head that a cut or narrow draft has from its target, "shared" leaves them as they are.
+    """
+
+    start: Literal["blocks", "scratch", "narrow", "checkpoint"] | None = None
     blocks: tuple[int, ...] | None = None
-    shape: dict[str, int] | None = None
+    shape: Literal["half", "quarter", "eighth"] | dict[str, int] | None = None
+    checkpoint: str | None = None
+    head: Literal["copied", "shared"] = "copied"
+    on_policy: OnPolicySettings | None = None
+    selective: SelectiveSettings | None = None
+
+    @property
+    def starts_from(self) -> str:
+        """`start`, or what the other fields imply."""
+        implied = "checkpoint" if self.checkpoint else "scratch" if self.shape is not None else "blocks"
+        return self.start or implied
+
+    @model_validator(mode="after")
+    def _one_start(self) -> Self:
+        start = self.starts_from
+        wants = {"blocks": (), "scratch": ("shape",), "narrow": ("shape",), "checkpoint": ("checkpoint",)}[start]
+        takes = (*wants, "blocks") if start == "blocks" else wants
+        if missing := [name for name in wants if getattr(self, name) is None]:
+            raise ValueError(f"start {start} needs {missing[0]}; add it")
+        given = [name for name in ("blocks", "shape", "checkpoint") if getattr(self, name) is not None]
+        if extra := [name for name in given if name not in takes]:
+            raise ValueError(f"start {start} has no use for {extra[0]}; leave it out, or give another start")
+        if self.head == "shared" and start not in ("blocks", "narrow"):
+            raise ValueError(f"head shared: a draft that starts from {start} has no embedding of its target's")
+        return self
 
 
 class EagleTrainSettings(TrainSettings):

@@ -80,6 +80,13 @@ def test_slower_than_plain_decoding_is_said_first(
     assert first_line(build_report(tmp_path).read_text()).startswith(start)
 
 
+def test_slower_at_one_temperature_alone_is_said_first(tmp_path: Path, no_plots: None) -> None:
+    hot = entry("code", 1.2, 0.6, temperature=1.5, identical=None)
+    write(tmp_path, eagle3=[entry("code", 2.4, 1.4), hot])
+    line = first_line(build_report(tmp_path).read_text())
+    assert line.startswith("Slower than plain decoding on code at T = 1.5: 0.60× its speed. eagle3 emits 2.40")
+
+
 def test_a_speed_that_was_not_measured_is_called_that(tmp_path: Path) -> None:
     write(tmp_path, eagle3=[entry("code", 2.4)])
     assert "speed against plain decoding was not measured" in verdict(load_results(tmp_path)).text

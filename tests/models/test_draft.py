@@ -2,10 +2,17 @@
 
 import pytest
 import torch
-from kit import FLAVOURS, tiny_target
+from kit import FLAVOURS, tiny_model, tiny_target, tiny_tokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from draftsmith.errors import UserError
-from draftsmith.models.draft import DraftLM
+from draftsmith.eval.decode import decode
+from draftsmith.eval.drafters import LMDrafter
+from draftsmith.eval.sampling import Sampler
+from draftsmith.eval.tree import chain_shape
+from draftsmith.models.draft import DraftLM, project, sizes
+from draftsmith.models.target import Target
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -46,10 +53,135 @@ def test_impossible_shapes_are_refused_in_one_line():
     assert "\n" not in str(caught.value)
 
 
-def test_a_draft_of_another_vocabulary_is_refused(tmp_path):
-    DraftLM.from_target_blocks(tiny_target("padded-vocab"), [0]).save(tmp_path, tiny_target("padded-vocab"))
-    with pytest.raises(UserError, match="tokens"):
+def test_a_draft_with_fewer_rows_than_the_tokenizer_has_tokens_is_refused(tmp_path):
+    tiny_model(vocabulary=149).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="149 tokens, the target's tokenizer 150"):
         DraftLM.load(tmp_path, tiny_target())
+
+
+def with_rows(rows: int, size: int = 140):
+    """A target whose head has `rows` rows and whose tokenizer has the first `size` tokens."""
+    tokenizer = tiny_tokenizer()
+    kept = {token: i for token, i in tokenizer.get_vocab().items() if i < size}
+    tokenizer.get_vocab = lambda: kept
+    return Target(tiny_model(vocabulary=rows), tokenizer)
+
+
+@pytest.mark.parametrize("rows", [144, 160])
+def test_vocabularies_padded_differently_draft_together_and_padding_is_never_emitted(tmp_path, monkeypatch, rows):
+    """FAULTS 40: V = 152, draft 144 (or more than the target), tokenizer 140."""
+    target = with_rows(152)
+    draft_model = tiny_model(seed=1, vocabulary=rows)
+    draft_model.save_pretrained(tmp_path)
+    monkeypatch.setattr("draftsmith.models.draft.check_tokenizer", lambda *_: None)
+    draft = DraftLM.load(tmp_path, target)
+    assert (draft.vocabulary, draft.usable) == (152, 140)
+    ids = torch.randint(6, 100, (1, 12))
+    torch.testing.assert_close(draft.forward(ids).logits[..., :140], draft_model(ids).logits[..., :140])
+    for drafter in (LMDrafter(draft), LMDrafter(target)):
+        results = decode(
+            target,
+            drafter,
+            [[7, 8, 9]] * 8,
+            shape=chain_shape(3),
+            sampler=Sampler(2.0),
+            max_new_tokens=40,
+            eos_ids=frozenset(),
+        )
+        tokens = [token for result in results for token in result.tokens]
+        assert len(tokens) == 320
+        assert max(tokens) < 140
+
+
+def test_another_tokenizer_of_the_same_size_is_refused_with_the_first_difference_named(tmp_path):
+    """FAULTS 41."""
+    target = tiny_target()
+    DraftLM.from_target_blocks(target, [0]).save(tmp_path, target)
+    path = tmp_path / "tokenizer.json"
+    text = path.read_text(encoding="utf-8")
+    first, second = (target.tokenizer.convert_ids_to_tokens(i) for i in (20, 31))
+    swapped = text.replace(f'"{first}": 20,', '"x-x": 20,').replace(f'"{second}": 31,', f'"{first}": 31,')
+    swapped = swapped.replace('"x-x": 20,', f'"{second}": 20,')
+    assert swapped != text
+    path.write_text(swapped, encoding="utf-8")
+    with pytest.raises(UserError, match=f"id 20 is '{second}' in the draft's and '{first}' in the target's"):
+        DraftLM.load(tmp_path, target)
+
+
+def test_each_missing_tensor_is_named(tmp_path):
+    """FAULTS 44."""
+    target = tiny_target()
+    DraftLM.from_target_blocks(target, [0]).save(tmp_path, target)
+    file = tmp_path / "model.safetensors"
+    whole = load_file(file)
+    for name in whole:
+        save_file({key: value for key, value in whole.items() if key != name}, file, metadata={"format": "pt"})
+        with pytest.raises(UserError, match=name.replace(".", r"\.")):
+            DraftLM.load(tmp_path, target)
+
+
+@pytest.mark.parametrize("flavour", ["plain", "tied"])
+def test_a_shared_head_is_the_targets_and_training_the_draft_leaves_it_alone(tmp_path, flavour):
+    """FAULTS 51."""
+    target = tiny_target(flavour)
+    before = {name: value.clone() for name, value in target.model.state_dict().items()}
+    draft = DraftLM.from_target_blocks(target, [0, 3], head="shared")
+    assert draft.model.lm_head.weight.data_ptr() == target.model.lm_head.weight.data_ptr()
+    trained = [parameter for parameter in draft.model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1.0)
+    draft.forward(torch.randint(6, 100, (1, 12))).logits.square().mean().backward()
+    optimizer.step()
+    draft.model.double()
+    for name, value in target.model.state_dict().items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, before[name]), name
+    assert not torch.equal(draft.model.model.norm.weight.float(), before["model.norm.weight"])
+    draft.model.float()
+    draft.save(tmp_path, target)
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(alone.lm_head.weight, before["lm_head.weight"])
+
+
+@pytest.mark.parametrize("flavour", ["plain", "tied", "padded-vocab", "gemma2"])
+def test_a_narrow_start_has_the_targets_rows_in_fewer_coordinates(tmp_path, flavour):
+    """FAULTS 49 for draft LMs."""
+    target = tiny_target(flavour)
+    draft = DraftLM.narrowed(target, {"hidden_size": 16}, seed=0)
+    embedding, narrow = target.model.get_input_embeddings().weight, draft.model.get_input_embeddings().weight
+    u, s, _ = torch.linalg.svd(embedding, full_matrices=False)
+    best = (u[:, :16] * s[:16]) @ (u[:, :16] * s[:16]).T  # inner products of the nearest matrix of rank 16
+    torch.testing.assert_close(narrow @ narrow.T, best, atol=1e-4, rtol=1e-4)
+    head, narrow_head = target.model.get_output_embeddings().weight, draft.model.get_output_embeddings().weight
+    assert torch.equal(narrow_head, project(head, 16))
+    draft.save(tmp_path, target)
+    ids = torch.randint(6, 100, (1, 10))
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(alone(ids).logits, draft.forward(ids).logits)
+    assert draft.width == 16
+
+
+def test_a_narrow_start_must_be_narrower():
+    with pytest.raises(UserError, match="narrower"):
+        DraftLM.narrowed(tiny_target(), {"hidden_size": 32}, seed=0)
+
+
+def test_named_shapes_follow_the_targets_architecture():
+    target = tiny_target()
+    assert sizes(target, "half") == {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+    }
+    assert DraftLM.from_scratch(target, "half", seed=0).width == 16
+    config = GPT2Config(n_embd=32, n_layer=4, n_head=4, n_positions=64, vocab_size=150, bos_token_id=0, eos_token_id=0)
+    gpt2 = Target(AutoModelForCausalLM.from_config(config), tiny_tokenizer())
+    assert sizes(gpt2, "half") == {"n_layer": 2, "n_head": 2, "n_embd": 16}
+    assert sizes(gpt2, {"hidden_size": 8, "n_layer": 1}) == {"n_embd": 8, "n_layer": 1}
+    with pytest.raises(UserError, match=r"distill\.shape.*there are half"):
+        DraftLM.from_scratch(target, "tiny", seed=0)
 
 
 @pytest.mark.parametrize("shape", [{"hiden_size": 16}, {"vocab_size": 20}])

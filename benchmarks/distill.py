@@ -1,0 +1,301 @@
+"""`make study-distill`: which loss, draft size and teacher give the draft LM whose tokens the target accepts.
+
+Reads a finished run (runs/demo: its target and rows), trains and measures one draft LM per combination in worker processes of one
+thread each, and writes docs/studies/distill.json and docs/distillation.md. A finished combination is a line of
+`<study folder>/runs.jsonl` and is not run again. `--quick` is a smoke test of a minute and writes no page.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.utils import logging
+
+from draftsmith.data.cache.build import build_cache
+from draftsmith.data.cache.manifest import CacheSettings
+from draftsmith.data.cache.reader import CacheReader
+from draftsmith.data.rows import Row, Rows
+from draftsmith.environment import describe_environment
+from draftsmith.eval.acceptance import PlainRuns, decode_all, evaluate, held_out_prompts, measured_speedup
+from draftsmith.eval.drafters import LMDrafter
+from draftsmith.eval.settings import EvalSettings
+from draftsmith.files import digest, publish_json, publish_text
+from draftsmith.models.draft import DraftLM
+from draftsmith.models.target import Target
+from draftsmith.train.distill import distill, new_draft
+from draftsmith.train.settings import DistillSettings
+
+sys.path.insert(0, str(Path(__file__).parent))
+from distill_page import page, study_rows
+from twin import heavy_twin
+
+LOSSES = (
+    "cross_entropy",
+    "forward_kl",
+    "reverse_kl",
+    "jensen_shannon",
+    "total_variation",
+    "negative_log_acceptance",
+    "adaptive_kl_tv",
+)
+COMPARED = ("forward_kl", "adaptive_kl_tv", "negative_log_acceptance")  # with every teacher
+SIZES: dict[str, dict[str, Any]] = {"one block": {"blocks": (3,)}, "two blocks": {"blocks": (0, 3)}}
+LARGER: dict[str, dict[str, Any]] = {"three blocks": {"blocks": (0, 1, 3)}}
+TEACHERS: dict[str, dict[str, Any]] = {
+    "top-k 64": {"k": 64},
+    "top-k 16": {"k": 16},
+    "sampled 64": {"k": 64, "distribution": "sampled"},
+    "full": {"distribution": "from_last", "last": True, "state_codec": "fp32"},
+}
+UNTRAINED = "untrained"
+TEMPERATURES = (0.0, 0.5, 1.0, 1.5, 2.0)
+DOMAINS = ("code", "prose", "chat")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One draft LM: how it is trained, on how many tokens (0: not at all), and the seed of its order and its sampling."""
+
+    loss: str
+    size: str
+    teacher: str
+    seed: int
+    tokens: int
+
+    @property
+    def key(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all jobs share. rows, prompts: per domain, for teacher-forced and for decoded acceptance."""
+
+    run: Path
+    folder: Path
+    rows: int
+    prompts: int
+    new_tokens: int
+
+    @property
+    def evaluation(self) -> EvalSettings:
+        return EvalSettings(
+            domains=DOMAINS, temperatures=(0.0, 1.0), K=5, prompts=self.prompts, max_new_tokens=self.new_tokens
+        )
+
+
+def jobs(tokens: int, seeds: int, limits: bool) -> list[Job]:
+    """Every loss at both sizes with the default teacher, three losses with the other teachers, the starts; with `limits` the
+    experiments on what limits the default recipe: a larger draft, and four times the tokens."""
+    default = next(iter(TEACHERS))
+    found = [Job(UNTRAINED, size, default, 0, 0) for size in (*SIZES, *(LARGER if limits else ()))]
+    for seed in range(seeds):
+        found += [Job(loss, size, default, seed, tokens) for size in SIZES for loss in LOSSES]
+        found += [Job(loss, "two blocks", teacher, seed, tokens) for teacher in list(TEACHERS)[1:] for loss in COMPARED]
+        if limits:
+            pair = ("cross_entropy", str(DistillSettings().loss))
+            found += [Job(loss, "three blocks", default, seed, tokens) for loss in pair]
+            found += [Job(loss, "two blocks", default, seed, 4 * tokens) for loss in pair]
+    return found
+
+
+def quick_jobs() -> list[Job]:
+    return [
+        Job(UNTRAINED, "two blocks", "top-k 64", 0, 0),
+        *(Job(loss, "two blocks", "top-k 64", 0, 1500) for loss in ("forward_kl", "total_variation")),
+    ]
+
+
+def cache_of(plan: Plan, teacher: str) -> Path:
+    return plan.folder / "caches" / teacher.replace(" ", "-")
+
+
+def make_caches(plan: Plan, teachers: set[str], tokens: int) -> None:
+    """One small cache per teacher, of the same rows."""
+    target, rows = opened(plan.run)[0], Rows.open(plan.run / "rows", "train")
+    for teacher in sorted(teachers):
+        settings = CacheSettings(taps="none", **TEACHERS[teacher])
+        build_cache(target, rows, cache_of(plan, teacher), settings, train_tokens=tokens)
+
+
+@cache
+def opened(run: Path) -> tuple[Target, Rows]:
+    """The target and the held-out rows, loaded once in each process."""
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    return Target.load(run / "target"), Rows.open(run / "rows", "held_out")
+
+
+def run_job(plan: Plan, job: Job) -> dict[str, Any]:
+    """Train and measure one draft; what its line in runs.jsonl holds."""
+    target, held_out = opened(plan.run)
+    started = time.monotonic()
+    shape = (SIZES | LARGER)[job.size]
+    if job.loss == UNTRAINED:
+        draft = new_draft(target, DistillSettings(**shape), job.seed)
+    else:
+        settings = DistillSettings(
+            loss=job.loss, tokens=job.tokens, batch_tokens=512, other_lr=0.0006, validations=1, held_out_rows=4, **shape
+        )
+        folder = plan.folder / "drafts" / digest(asdict(job))
+        shutil.rmtree(folder, ignore_errors=True)
+        reader = CacheReader(cache_of(plan, job.teacher), target.fingerprint())
+        distill(target, reader, held_out, settings, folder, job.seed)
+        draft = DraftLM.load(folder / "distilled", target)
+        shutil.rmtree(folder)
+    trained = time.monotonic() - started
+    return {
+        "job": asdict(job),
+        "parameters": sum(parameter.numel() for parameter in draft.model.parameters()),
+        "forced": forced(target, draft, held_out, plan.rows),
+        "decoded": decoded(target, draft, held_out, plan, job.seed),
+        "seconds": [round(trained, 1), round(time.monotonic() - started, 1)],
+    }
+
+
+@torch.no_grad()
+def forced(target: Target, draft: DraftLM, rows: Rows, count: int) -> dict[str, dict[str, list[list[float]]]]:
+    """Teacher-forced acceptance: per domain and kind [sum, positions] of each of the first `count` rows.
+
+    "0": the draft's likeliest token is the target's. "1": Σ min(p, q) against the target's whole distribution. "1 sure" and
+    "1 unsure": the same where the target's entropy is below, or not below, one nat.
+    """
+    found: dict[str, dict[str, list[list[float]]]] = {domain: {} for domain in DOMAINS}
+    for domain in DOMAINS:
+        for row in first_rows(rows, domain, count):
+            ids = torch.from_numpy(np.asarray(row.token_ids, dtype=np.int64))[None]
+            slots = torch.from_numpy(np.asarray(row.supervised, dtype=bool))[1:]
+            p, q = (model.forward(ids).logits[0, :-1][slots].float().softmax(-1) for model in (target, draft))
+            overlap = torch.minimum(p, q).sum(-1)
+            sure = -(p * p.clamp(min=1e-30).log()).sum(-1) < 1.0
+            same = (p.argmax(-1) == q.argmax(-1)).float()
+            for kind, values in (("0", same), ("1", overlap), ("1 sure", overlap[sure]), ("1 unsure", overlap[~sure])):
+                found[domain].setdefault(kind, []).append([float(values.sum()), len(values)])
+    return found
+
+
+def first_rows(rows: Rows, domain: str, count: int) -> Iterator[Row]:
+    for row in rows:
+        if row.domain == domain:
+            if not count:
+                return
+            count -= 1
+            yield row
+
+
+def decoded(
+    target: Target, draft: DraftLM, rows: Rows, plan: Plan, seed: int
+) -> dict[str, dict[str, list[list[float]]]]:
+    """Per domain and temperature, for each prompt: Σ overlaps, positions reached, tokens emitted, verifies."""
+    settings = plan.evaluation.model_copy(update={"seed": seed})
+    found: dict[str, dict[str, list[list[float]]]] = {}
+    for domain, texts in held_out_prompts(rows, settings, target.context).items():
+        for temperature in settings.temperatures:
+            results = decode_all(target, LMDrafter(draft), texts, settings, temperature)
+            found.setdefault(domain, {})[f"{temperature:g}"] = [
+                [
+                    sum(sum(v.overlaps) for v in r.trace),
+                    sum(len(v.overlaps) for v in r.trace),
+                    sum(v.emitted for v in r.trace),
+                    len(r.trace),
+                ]
+                for r in results
+            ]
+    return found
+
+
+def run_all(plan: Plan, todo: list[Job], workers: int) -> list[dict[str, Any]]:
+    """Run what runs.jsonl does not hold, a line as soon as each is done; returns all lines of `todo`."""
+    log = plan.folder / "runs.jsonl"
+    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+    done = {Job(**entry["job"]).key: entry for entry in map(json.loads, lines)}
+    missing = [job for job in todo if job.key not in done]
+    print(f"{len(todo) - len(missing)} of {len(todo)} drafts are done", flush=True)
+    started = time.monotonic()
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool, log.open("a", encoding="utf-8") as out:
+        for count, future in enumerate(as_completed([pool.submit(run_job, plan, job) for job in missing]), start=1):
+            entry = future.result()
+            out.write(json.dumps(entry) + "\n")
+            out.flush()
+            done[Job(**entry["job"]).key] = entry
+            minutes = (time.monotonic() - started) / 60
+            left = minutes / count * (len(missing) - count)
+            print(f"{count}/{len(missing)} {entry['job']} {entry['seconds']} s; {left:.0f} minutes left", flush=True)
+    return [done[job.key] for job in todo]
+
+
+def failure_modes(plan: Plan, temperatures: tuple[float, ...]) -> list[dict[str, Any]]:
+    """α, tokens per verify and speed of the run's own distilled draft at each temperature, drafting by sampling and greedily."""
+    target, held_out = opened(plan.run)
+    drafter = LMDrafter(DraftLM.load(plan.run / "draft" / "distilled", target))
+    twin, rows = heavy_twin(target), []
+    for drafting in ("sampled", "greedy"):
+        settings = plan.evaluation.model_copy(
+            update={"drafting": drafting, "temperatures": temperatures, "timed_prompts": min(4, plan.prompts)}
+        )
+        prompts = held_out_prompts(held_out, settings, target.context)
+        for entry in evaluate(target, drafter, prompts, settings, PlainRuns()):
+            temperature, domain = entry["temperature"], entry["domain"]
+            about = {"domain": domain, "temperature": temperature, "drafting": drafting, "K": settings.K}
+            few = prompts[domain][: min(2, plan.prompts)]
+            heavy = measured_speedup(twin, drafter, few, settings, temperature)
+            for what, value in (
+                ("failure mode: alpha", entry["alpha"]),
+                ("failure mode: tokens per verify", entry["tokens_per_verify"]),
+                ("failure mode: speed-up, demo target", entry["speedup"]),
+                ("failure mode: speed-up, heavy twin", heavy),
+            ):
+                rows.append({"what": what, **value, "settings": about})
+            print(about, f"alpha {entry['alpha']['value']:.3f}, speed-up {entry['speedup']['value']:.2f}", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, nargs="?", default=Path("runs/demo"), help="a finished run")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/study-distill"), help="where finished drafts are noted"
+    )
+    parser.add_argument("--tokens", type=int, default=25_000, help="that every draft sees")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--limits", action="store_true", help="also a larger draft, and four times the tokens")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: two losses, few tokens, no page")
+    arguments = parser.parse_args()
+    tokens = 1500 if arguments.quick else arguments.tokens
+    todo = quick_jobs() if arguments.quick else jobs(tokens, arguments.seeds, arguments.limits)
+    measured = (2, 2, 8) if arguments.quick else (8, 8, 32)
+    cached = (
+        tokens if arguments.quick else 4 * tokens
+    )  # as many as the longest of `--limits` sees, so that it can join later
+    plan = Plan(arguments.run, arguments.folder / f"{tokens}-tokens-of-{cached}", *measured)
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    make_caches(plan, {job.teacher for job in todo}, cached)
+    entries = run_all(plan, todo, arguments.workers)
+    rows = study_rows(entries, str(DistillSettings().loss), next(iter(TEACHERS)), tokens)
+    rows += failure_modes(plan, (0.0, 1.0) if arguments.quick else TEMPERATURES)
+    minutes = {"what": "minutes", "value": (time.monotonic() - started) / 60, "settings": {"drafts": len(todo)}}
+    study = {"environment": describe_environment(), "command": "make study-distill", "rows": [*rows, minutes]}
+    if arguments.quick:
+        publish_json(plan.folder / "distill.json", study)
+        publish_text(plan.folder / "distillation.md", page(study))
+        print(f"smoke test: {plan.folder}")
+        return
+    publish_json(Path("docs/studies/distill.json"), study)
+    publish_text(Path("docs/distillation.md"), page(study))
+
+
+if __name__ == "__main__":
+    main()

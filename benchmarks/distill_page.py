@@ -1,0 +1,223 @@
+"""From the lines of the distillation study to its rows with intervals, and from these to docs/distillation.md.
+
+Knows the study's numbers; runs no model.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+RESAMPLES = 1000
+GOAL = 5.0  # points of α that the default recipe is to win over hard cross-entropy
+FORCED, DECODED, TOKENS = "alpha_teacher_forced", "alpha", "tokens_per_verify"
+#: what is reported: (name, where its sums stand in a line, kind, the columns of numerator and denominator)
+METRICS = [
+    *((FORCED, "forced", kind, (0, 1)) for kind in ("0", "1")),
+    *((DECODED, "decoded", kind, (0, 1)) for kind in ("0", "1")),
+    *((TOKENS, "decoded", kind, (2, 3)) for kind in ("0", "1")),
+]
+Entry = dict[str, Any]
+Group = tuple[str, str, str, int]  # loss, size, teacher, tokens
+
+
+def grouped(entries: Iterable[Entry]) -> dict[Group, list[Entry]]:
+    """The lines of each combination, by seed."""
+    found: dict[Group, list[Entry]] = {}
+    for entry in sorted(entries, key=lambda entry: int(entry["job"]["seed"])):
+        job = entry["job"]
+        found.setdefault((job["loss"], job["size"], job["teacher"], job["tokens"]), []).append(entry)
+    return found
+
+
+def sums(group: list[Entry], domain: str, place: str, kind: str, columns: tuple[int, int]) -> np.ndarray:
+    """[seeds, texts, 2]: numerator and denominator of every text; domain "all": the texts of all domains."""
+    domains = list(group[0][place]) if domain == "all" else [domain]
+    return np.array(
+        [[[text[c] for c in columns] for name in domains for text in entry[place][name][kind]] for entry in group]
+    )
+
+
+def resampled(parts: np.ndarray) -> tuple[float, np.ndarray]:
+    """Σ numerators / Σ denominators of parts [S, R, 2], and the same of 1000 resamples of seeds and, crossed with them, texts.
+
+    Two arrays of one shape are resampled alike, so that differences are paired.
+    """
+    rng = np.random.default_rng(0)
+    seeds, texts = (rng.multinomial(n, np.full(n, 1 / n), size=RESAMPLES).astype(float) for n in parts.shape[:2])
+    top, bottom = np.einsum("bs,bt,stc->cb", seeds, texts, parts)
+    total = parts.sum((0, 1))
+    return float(total[0] / total[1]), np.divide(top, bottom, out=np.full(RESAMPLES, np.nan), where=bottom > 0)
+
+
+def interval(value: float, samples: np.ndarray, count: int) -> dict[str, Any]:
+    low, high = np.nanpercentile(samples, [2.5, 97.5])
+    return {"value": value, "low": float(low), "high": float(high), "count": count}
+
+
+def ratio_row(parts: np.ndarray) -> dict[str, Any]:
+    return interval(*resampled(parts), int(parts[..., 1].sum()))
+
+
+def points(a: np.ndarray, b: np.ndarray) -> dict[str, Any]:
+    """100 · (ratio of a − ratio of b), paired over seeds and texts. A side with one seed stands against every seed of the other."""
+    shape = np.broadcast_shapes(a.shape, b.shape)
+    (first, one), (second, two) = (resampled(np.broadcast_to(parts, shape)) for parts in (a, b))
+    return interval(100 * (first - second), 100 * (one - two), int(a[..., 1].sum()))
+
+
+def study_rows(entries: list[Entry], default_loss: str, teacher: str, tokens: int) -> list[dict[str, Any]]:
+    """All rows of docs/studies/distill.json that come from trained drafts."""
+    groups, rows = grouped(entries), []
+    for (loss, size, teaches, seen), group in groups.items():
+        about = {"loss": loss, "size": size, "teacher": teaches, "tokens": seen, "seeds": len(group)}
+        about["parameters"] = group[0]["parameters"]
+        for name, place, kind, columns in METRICS:
+            for domain in (*group[0][place], "all"):
+                measured = ratio_row(sums(group, domain, place, kind, columns))
+                rows.append(
+                    {"what": name, **measured, "settings": about | {"domain": domain, "temperature": float(kind)}}
+                )
+    return differences(groups, default_loss, teacher, tokens) + rows
+
+
+def differences(groups: dict[Group, list[Entry]], default_loss: str, teacher: str, tokens: int) -> list[dict[str, Any]]:
+    """The goal, and what is to be read beside it: the other domains, the start, the best loss, and what may limit the gain."""
+    size, rows = "two blocks", []
+    default = (default_loss, size, teacher, tokens)
+
+    def add(what: str, a: Group, b: Group, domain: str, kind: str = "1", goal: float | None = None) -> None:
+        if a in groups and b in groups:
+            found = points(*(sums(groups[group], domain, "forced", kind, (0, 1)) for group in (a, b)))
+            row = {"what": what, **found, "settings": {"domain": domain, "loss": a[0], "size": a[1], "tokens": a[3]}}
+            rows.append(row | ({} if goal is None else {"goal": f">= {goal}", "met": found["value"] >= goal}))
+
+    hard = ("cross_entropy", *default[1:])
+    gain = "default recipe less hard cross-entropy, points of alpha at T = 1"
+    add(gain, default, hard, "code", goal=GOAL)
+    for domain in ("prose", "chat", "all"):
+        add(gain, default, hard, domain)
+    add(
+        "default recipe less the untrained start, points of alpha at T = 1",
+        default,
+        ("untrained", size, teacher, 0),
+        "code",
+    )
+    rivals = [group for group in groups if group[1:] == default[1:] and group != default]
+    if default in groups and rivals:
+        best = max(rivals, key=lambda group: resampled(sums(groups[group], "all", "forced", "1", (0, 1)))[0])
+        add("best other loss less the default, points of alpha at T = 1", best, default, "all")
+    for other in dict.fromkeys(group[2] for group in groups if group[2] != teacher):
+        what = f"teacher {other} less the default {teacher}, points of alpha at T = 1"
+        add(what, (default_loss, size, other, tokens), default, "all")
+    for kind, said in (("1 sure", "below"), ("1 unsure", "of at least")):
+        add(f"limit, target: {gain} where the target's entropy is {said} 1 nat", default, hard, "code", kind)
+    for what, of_size, seen in (
+        ("a smaller draft", "one block", tokens),
+        ("a larger draft", "three blocks", tokens),
+        ("four times the tokens", size, 4 * tokens),
+    ):
+        pair = ((loss, of_size, teacher, seen) for loss in (default_loss, "cross_entropy"))
+        add(f"limit, {'data' if seen > tokens else 'capacity'}: {gain}, {what}", *pair, "code")
+    return rows
+
+
+PAGE = """# Distilling a draft LM: which loss, draft and teacher
+
+Made by `{command}` from a finished demo; every number below stands in `docs/studies/distill.json`, more of them there.
+Each draft sees the same tokens in an order that its seed gives. `alpha_teacher_forced` is the mean of Σ min(p, q) over held-out
+positions against the target's *whole* distribution at T = 1, and the match rate of the likeliest tokens at T = 0;
+`tokens_per_verify` is decoded, chains of K = 5. Intervals are 95 %, bootstrapped over texts and seeds together.
+`cross_entropy` learns the text's own tokens and needs no target: it is the baseline.
+
+Machine: {machine}.
+
+## What the default recipe is worth
+
+{choice}
+
+{goals}
+
+## Loss and draft size (teacher {teacher})
+
+{losses}
+
+## Teacher
+
+{teachers}
+
+## Failure modes
+
+α, tokens per verify and speed over plain decoding of the demo's distilled draft, by temperature. A *sampled* draft draws from
+q, a *greedy* one takes its likeliest token. The heavy twin computes the demo target's function at twelve times its cost.
+{slower}
+
+{failures}
+"""
+
+
+def page(study: dict[str, Any]) -> str:
+    """docs/distillation.md from docs/studies/distill.json."""
+    rows = study["rows"]
+    gains = [row for row in rows if row["what"].endswith("T = 1") or row["what"].startswith("limit")]
+    trained = [row for row in rows if row["what"] in (FORCED, DECODED, TOKENS)]
+    teacher = next((row["settings"]["teacher"] for row in trained), "")
+    base = [row for row in trained if row["settings"]["teacher"] == teacher]
+    compared = {row["settings"]["loss"] for row in trained if row["settings"]["teacher"] != teacher}
+    others = [row for row in trained if row["settings"]["loss"] in compared and row["settings"]["size"] == "two blocks"]
+    failures = [row for row in rows if row["what"].startswith("failure mode")]
+    slow = [row for row in failures if "speed-up" in row["what"] and row["value"] < 1.0]
+    hardware = study["environment"].get("hardware", study["environment"])
+    return PAGE.format(
+        command=study["command"],
+        machine=", ".join(f"{key} {value}" for key, value in hardware.items() if not isinstance(value, dict | list)),
+        choice=choice(gains),
+        goals=goal_table(gains),
+        teacher=teacher,
+        losses=pivot(base, ("size", "loss", "tokens")),
+        teachers=pivot(others, ("loss", "teacher", "tokens")) if compared else "Not compared in this run.",
+        slower=f"**Slower than plain decoding in {len(slow)} of {sum('speed-up' in row['what'] for row in failures)} settings.**",
+        failures=pivot(failures, ("drafting", "temperature")),
+    )
+
+
+def choice(gains: list[dict[str, Any]]) -> str:
+    """Whether the measurements bear the default loss and teacher out."""
+    rivals = [row for row in gains if row["what"].startswith(("best other loss", "teacher "))]
+    better = [f"{row['settings']['loss']} ({row['what'].partition(' less')[0]})" for row in rivals if row["low"] > 0.0]
+    if better:
+        return f"**Better than the default, with the whole interval above 0: {', '.join(better)}.**"
+    return "No other loss and no other teacher is better than the default with its whole interval above 0."
+
+
+def goal_table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| what | on | loss, size, tokens | points | 95 % | goal | met |", "|---|---|---|---|---|---|---|"]
+    for row in rows:
+        about = row["settings"]
+        met = {True: "yes", False: "**no**"}.get(row.get("met"), "")
+        setting = f"{about['loss']}, {about['size']}, {about['tokens']:,}"
+        lines.append(
+            f"| {row['what']} | {about['domain']} | {setting} | {row['value']:.1f} | {row['low']:.1f} – {row['high']:.1f} "
+            f"| {row.get('goal', '')} | {met} |"
+        )
+    return "\n".join(lines)
+
+
+def pivot(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> str:
+    """A table with a line per setting of `keys` and a column per metric, domain and, where no key, temperature."""
+    columns: dict[str, None] = {}
+    lines: dict[tuple[Any, ...], dict[str, str]] = {}
+    for row in rows:
+        about = row["settings"]
+        at = "" if "temperature" in keys else f" T = {about['temperature']:g}"
+        column = f"{row['what'].removeprefix('failure mode: ')}{at}, {about['domain']}"
+        columns[column] = None
+        value = f"{row['value']:.2f} ({row['low']:.2f}–{row['high']:.2f})"
+        lines.setdefault(tuple(about[key] for key in keys), {})[column] = value
+    shown = [name for name in columns if name.endswith(", all")] or list(columns)
+    shown += [name for name in columns if name.startswith(f"{FORCED} T = 1") and name not in shown]
+    table = [f"| {' | '.join((*keys, *shown))} |", "|" + "---|" * (len(keys) + len(shown))]
+    for key, cells in lines.items():
+        start = [f"{part:g}" if isinstance(part, float) else str(part) for part in key]
+        table.append(f"| {' | '.join((*start, *(cells.get(name, '–') for name in shown)))} |")
+    return "\n".join(table)

@@ -1,0 +1,113 @@
+"""Where a draft LM starts, and that every start trains, saves and decodes."""
+
+import hashlib
+
+import numpy as np
+import pytest
+from kit import tiny_rows, tiny_target, tiny_target_folder
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
+
+from draftsmith.data.cache.build import build_cache
+from draftsmith.data.cache.manifest import CacheSettings
+from draftsmith.data.cache.reader import CacheReader
+from draftsmith.data.rows import Row
+from draftsmith.eval.decode import decode
+from draftsmith.eval.drafters import LMDrafter, NoDraft
+from draftsmith.eval.sampling import Sampler
+from draftsmith.eval.tree import chain_shape
+from draftsmith.models.draft import DraftLM
+from draftsmith.models.target import Target
+from draftsmith.train.distill import distill, new_draft
+from draftsmith.train.held_out import HeldOut
+from draftsmith.train.objectives import DraftLMObjective
+from draftsmith.train.settings import DistillSettings
+
+QUICK = {"tokens": 1500, "batch_tokens": 256, "validations": 1, "held_out_rows": 4, "log_every": 1}
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}
+STARTS = {
+    "blocks": {"blocks": [0, 3]},
+    "blocks, shared head": {"blocks": [0, 3], "head": "shared"},
+    "scratch": {"shape": SMALL},
+    "scratch, named": {"shape": "half"},
+    "narrow": {"start": "narrow", "shape": SMALL},
+    "narrow, fixed": {"start": "narrow", "shape": SMALL, "head": "shared"},
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A target, a cache of it, and rows that stand in for held-out ones."""
+    folder = tmp_path_factory.mktemp("made")
+    target = Target.load(tiny_target_folder(folder))
+    rows = tiny_rows(folder, [12 + i % 20 for i in range(24)])
+    build_cache(target, rows, folder / "cache", CacheSettings(state_codec="fp32", taps="none", k=16))
+    return target, CacheReader(folder / "cache", target.fingerprint()), rows
+
+
+def digest(target: Target) -> str:
+    """Of every byte of the target's weights, read anew."""
+    hasher = hashlib.sha256()
+    for name, tensor in sorted(target.model.state_dict().items()):
+        hasher.update(name.encode() + tensor.numpy().tobytes())
+    return hasher.hexdigest()
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_every_start_learns_and_is_saved_as_an_ordinary_folder_and_leaves_the_target_as_it_was(made, tmp_path, start):
+    """FAULTS 51."""
+    target, reader, rows = made
+    before = digest(target)
+    summary = distill(target, reader, rows, DistillSettings(**QUICK, **STARTS[start]), tmp_path, seed=0)
+    assert summary.expected_acceptance[0] > summary.at_start[0]
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "distilled")
+    start_of, end = (DraftLM.load(tmp_path / name, target) for name in ("untrained", "distilled"))
+    same = (start_of.plain_head == end.plain_head).all()
+    assert bool(same) == (STARTS[start].get("head") == "shared")
+    assert alone.config.vocab_size == target.vocabulary
+    assert digest(target) == before
+
+
+def test_a_checkpoint_goes_on_from_where_it_was(made, tmp_path):
+    target, reader, rows = made
+    first = distill(target, reader, rows, DistillSettings(**QUICK), tmp_path / "first", seed=0)
+    settings = DistillSettings(**QUICK, checkpoint=str(tmp_path / "first" / "distilled"))
+    second = distill(target, reader, rows, settings, tmp_path / "second", seed=1)
+    assert second.at_start == pytest.approx(first.expected_acceptance)
+
+
+def test_the_expected_acceptance_of_training_is_what_the_decoder_measures(made, tmp_path):
+    """FAULTS 31: within 0.02 at T = 1, on text that the target wrote. About 2,500 positions: a standard error below 0.005."""
+    target, reader, rows = made
+    distill(target, reader, rows, DistillSettings(**QUICK), tmp_path, seed=0)
+    draft = DraftLM.load(tmp_path / "distilled", target)
+    prompts = [[6 + i, 7, 8 + i] for i in range(64)]
+    options = {"shape": chain_shape(3), "sampler": Sampler(1.0), "max_new_tokens": 40, "eos_ids": frozenset()}
+    written = decode(target, NoDraft(), prompts, seed=1, **options)
+    texts = [np.array([*result.prompt, *result.tokens]) for result in written]
+    held_out = [Row(text, np.arange(len(text)) >= 3, "prose", "") for text in texts]
+    [expected] = HeldOut.of(target, held_out, ()).expected_acceptance(DraftLMObjective(draft))
+    traces = [result.trace for result in decode(target, LMDrafter(draft), prompts, seed=2, **options)]
+    overlaps = [overlap for trace in traces for verify in trace for overlap in verify.overlaps]
+    assert expected == pytest.approx(np.mean(overlaps), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"blocks": [0], "shape": {"hidden_size": 8}}, "no use for blocks"),
+        ({"start": "narrow"}, "needs shape"),
+        ({"start": "checkpoint"}, "needs checkpoint"),
+        ({"start": "blocks", "checkpoint": "x"}, "no use for checkpoint"),
+        ({"shape": {"hidden_size": 8}, "head": "shared"}, "no embedding of its target"),
+    ],
+)
+def test_starts_that_contradict_themselves_are_refused(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        DistillSettings(**fields)
+
+
+def test_the_default_start_is_the_first_and_the_last_block():
+    assert new_draft(tiny_target(), DistillSettings(), 0).blocks == 2
+    assert DistillSettings().starts_from == "blocks"
+    assert DistillSettings(shape={"hidden_size": 8}).starts_from == "scratch"
