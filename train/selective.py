@@ -14,7 +14,8 @@ from torch import Tensor
 from draftsmith.data.batches import Batch, supervised_slots
 from draftsmith.models.draft import DraftLM
 from draftsmith.train.loop import Source
-from draftsmith.train.losses import Teacher, forward_kl, plain
+from draftsmith.train.losses import forward_kl, plain
+from draftsmith.train.teachers import AnyTeacher
 
 ROWS_AT_ONCE = 256  # positions whose logits are held at a time
 
@@ -28,7 +29,7 @@ class Selective:
         start: DraftLM,
         reference: DraftLM,
         share: float,
-        teacher: Callable[[Batch, Tensor, int], Teacher],
+        teacher: Callable[[Batch, Tensor, int], AnyTeacher],
     ) -> None:
         """teacher: what teaches the slots of a batch (`Objective.cached_teacher`)."""
         self.lengths = source.lengths
