@@ -5,6 +5,8 @@ Knows the target, the rows and the writer. Does not know training, nor which dra
 
 import shutil
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,19 @@ from torch import Tensor
 from draftsmith.data.batches import collate_rows, fill_batches
 from draftsmith.data.cache.codecs import DISTRIBUTION_CODECS, STATE_CODECS, Parts, tensor_name
 from draftsmith.data.cache.manifest import CacheSettings, Manifest
+from draftsmith.data.cache.ranks import launched_ranks
 from draftsmith.data.cache.reader import decode_row
 from draftsmith.data.cache.verify import cache_info, self_check
 from draftsmith.data.cache.writer import CacheWriter
 from draftsmith.data.rows import Row, Rows
 from draftsmith.data.tokenizer import tokenizer_digest
 from draftsmith.errors import UserError
+from draftsmith.models.lm import LMOutput
 from draftsmith.models.target import Target, choose_taps
 from draftsmith.progress import Ticker, ticker
 
 LOGITS_AT_ONCE = 1 << 25  # numbers in one chunk of logits: 128 MB in float32, whatever the vocabulary
+FEW_ROWS = 8  # so many rows may fail before their share of all rows is judged
 MB = 1 << 20
 ROW_BYTES = 9  # offset and domain
 SHARD_BYTES = 1024  # header of a safetensors file
@@ -35,9 +40,11 @@ def build_cache(
 ) -> dict[str, Any]:
     """Cache the first rows, up to `train_tokens` tokens (None: all), and return `cache_info` with what this call did.
 
-    An interrupted cache is resumed after its last shard, and damaged shards are rebuilt. Raises `UserError` when the
-    rows do not fit the target, when the folder holds another cache, or when the disk is too small; `RuntimeError` when
-    a shard does not reproduce what the target computes.
+    A shard is written by a thread while the next is computed, so two are in memory. Several ranks share the shards out;
+    what each shard holds does not depend on who computes it. An interrupted cache is resumed, damaged shards are rebuilt,
+    rows with states that are not finite are dropped and counted. Raises `UserError` when the rows do not fit the target,
+    when most of them fail, when the folder holds another cache, or when the disk is too small; `RuntimeError` when a
+    shard does not reproduce what the target computes.
     """
     taken = _taken(rows.lengths, train_tokens)
     lengths = rows.lengths[:taken]
@@ -54,19 +61,49 @@ def build_cache(
         tokens=int(lengths.sum()),
     )
     plan = shard_plan(lengths, int(settings.shard_mb * MB), bytes_per_token(fields))
-    writer = CacheWriter(folder, manifest)
+    ranks = launched_ranks(on_cpu=target.device.type == "cpu")
+    writer = CacheWriter(folder, manifest, ranks)
     todo = [index for index in range(len(plan)) if index not in writer.published]
     tokens = sum(int(lengths[slice(*plan[index])].sum()) for index in todo)
     _check_space(Path(folder), tokens * bytes_per_token(fields) + taken * ROW_BYTES)
+    ranks.barrier()  # each has measured the free space before any of them takes some
+    own = todo[ranks.index :: ranks.count]
+    tokens = sum(int(lengths[slice(*plan[index])].sum()) for index in own)
+    tally = Tally(writer.manifest.dropped_rows, writer.manifest.rows - writer.manifest.missing_rows)
     started = time.monotonic()
-    with ticker("cache", tokens, "tokens") as progress:
-        for index in todo:
+    pending: Future[Any] | None = None
+    with ticker("cache", tokens, "tokens") as progress, ThreadPoolExecutor(1, "cache-writer") as thread:
+        for index in own:
             shard = _Shard(target, fields, [rows[row] for row in range(*plan[index])], rows.domains)
-            tensors, kept_mass = shard.compute(settings.batch_tokens, progress)
-            writer.add(index, tensors, kept_mass)
+            tensors, kept_mass = shard.compute(settings.batch_tokens, progress, tally)
+            tally.check(at_end=index == own[-1])
+            if pending is not None:
+                pending.result()  # at most one shard waits for the disk; what went wrong there is raised here
+            dropped = tuple(plan[index][0] + place for place in sorted(shard.bad))
+            pending = thread.submit(writer.add, index, tensors, kept_mass, dropped)
+        if pending is not None:
+            pending.result()
     seconds = time.monotonic() - started
-    done = {"written_shards": len(todo), "rebuilt": writer.rebuilt, "seconds": seconds}
+    ranks.barrier()
+    done = {"written_shards": len(own), "rebuilt": writer.rebuilt, "seconds": seconds}
     return cache_info(Path(folder)) | done | {"tokens_per_second": tokens / max(seconds, 1e-9)}
+
+
+@dataclass
+class Tally:
+    """How many of the rows that were tried have failed: states that are not finite."""
+
+    bad: int = 0
+    tried: int = 0
+    first: str = ""  # what failed first
+
+    def check(self, at_end: bool = False) -> None:
+        """Raise `UserError` when most rows fail: that is the target's fault, not the rows'."""
+        if 2 * self.bad > self.tried and (at_end or self.bad > FEW_ROWS):
+            raise UserError(
+                f"{self.bad} of {self.tried} rows failed: the target's {self.first};"
+                " load it with dtype float32, or repair its weights"
+            )
 
 
 def cache_fields(settings: CacheSettings, width: int, vocabulary: int, blocks: int) -> dict[str, dict[str, Any]]:
@@ -130,54 +167,79 @@ class _Shard:
             "domain_of": torch.tensor([domains.index(row.domain) for row in rows], dtype=torch.uint8),
         }
         self.taps = tuple(fields["taps"]["blocks"]) if "taps" in fields else ()
+        self.bad: set[int] = set()  # rows that are dropped in the end
 
     @torch.inference_mode()
-    def compute(self, batch_tokens: int, progress: Ticker) -> tuple[dict[str, Tensor], float]:
+    def compute(self, batch_tokens: int, progress: Ticker, tally: Tally) -> tuple[dict[str, Tensor], float]:
         """All tensors, and the mean mass that the kept tokens cover. The longest row is checked against a live pass."""
         for batch in fill_batches(np.argsort(self.lengths, kind="stable"), self.lengths, batch_tokens):
             ids = collate_rows([self.rows[index] for index in batch]).token_ids.to(self.target.device)
             output = self.target.forward(ids, taps=self.taps, want_logits=False)
-            for place, index in enumerate(batch):
-                length = int(self.lengths[index])
-                self._store(
-                    index, None if output.taps is None else output.taps[place, :length], output.last[place, :length]
-                )
+            self._note_failures(batch, output, tally)
+            self._store(batch, output)
+            tally.check()
             progress.advance(int(self.lengths[batch].sum()))
         self._check_longest()
+        if self.bad:
+            self._drop()
         if "distribution" not in self.fields:
             return self.tensors, 1.0
-        return self.tensors, float(self.tensors["distribution.log_probs"].double().exp().sum(-1).mean())
+        kept = self.tensors["distribution.log_probs"].double().exp().sum(-1)
+        return self.tensors, float(kept.mean()) if len(kept) else 1.0
 
-    def _store(self, index: int, taps: Tensor | None, last: Tensor) -> None:
-        """Encode one row: taps [T, A, W], last [T, W]."""
-        for field, states in (("taps", taps), ("last", last)):
-            if states is not None and not bool(torch.isfinite(states).all()):
-                raise UserError(
-                    f"the target's {field} are not finite in document {self.rows[index].document};"
-                    " load it with dtype float32, or repair its weights"
-                )
-        if taps is not None:
-            self._put(index, "taps", STATE_CODECS[self.fields["taps"]["codec"]].encode(taps), 0)
-        if "last" in self.fields:
-            self._put(index, "last", STATE_CODECS[self.fields["last"]["codec"]].encode(last[:, None]), 0)
+    def _note_failures(self, batch: list[int], output: LMOutput, tally: Tally) -> None:
+        for field, states in (("taps", output.taps), ("last", output.last)):
+            if states is None or bool(torch.isfinite(states.sum(dtype=torch.float32))):
+                continue  # one number tells that all are finite, at a fraction of the cost
+            for place, index in enumerate(batch):
+                if index not in self.bad and not bool(torch.isfinite(states[place, : self.lengths[index]]).all()):
+                    self.bad.add(index)
+                    tally.bad += 1
+                    tally.first = tally.first or f"{field} are not finite in document {self.rows[index].document}"
+            states.nan_to_num_(0.0, 0.0, 0.0)  # a codec need not know what to do with them
+        tally.tried += len(batch)
+
+    def _store(self, batch: list[int], output: LMOutput) -> None:
+        """Encode the rows of one batch: states row by row, distributions over all their tokens at once."""
+        lengths = [int(self.lengths[index]) for index in batch]
+        for field, states in (("taps", output.taps), ("last", output.last[:, :, None])):
+            if states is not None and field in self.fields:
+                codec = STATE_CODECS[self.fields[field]["codec"]]
+                for place, index in enumerate(batch):
+                    self._put(index, field, codec.encode(states[place, : lengths[place]]))
         if about := self.fields.get("distribution"):
             codec = DISTRIBUTION_CODECS[about["codec"]]
-            step = max(1, LOGITS_AT_ONCE // self.target.vocabulary)
-            for first in range(0, len(last), step):
-                parts = codec.encode(self.target.head(last[first : first + step]), about["k"])
-                self._put(index, "distribution", parts, first)
+            last = torch.cat([output.last[place, :length] for place, length in enumerate(lengths)])
+            pieces = last.split(max(1, LOGITS_AT_ONCE // self.target.vocabulary))
+            encoded = [codec.encode(self.target.head(piece), about["k"]) for piece in pieces]
+            parts = {part: torch.cat([piece[part] for piece in encoded]).split(lengths) for part in encoded[0]}
+            for place, index in enumerate(batch):
+                self._put(index, "distribution", {part: values[place] for part, values in parts.items()})
 
-    def _put(self, index: int, field: str, parts: Parts, first: int) -> None:
-        """Copy parts, whose entries begin at token `first` of the row, to their place in the shard."""
-        start = int(self.offsets[index]) + first
+    def _drop(self) -> None:
+        """Leave out the rows that failed."""
+        kept = [index for index in range(len(self.rows)) if index not in self.bad]
+        spans = [slice(int(self.offsets[index]), int(self.offsets[index + 1])) for index in kept]
+        for name, tensor in self.tensors.items():
+            if name not in ("offsets", "domain_of"):
+                self.tensors[name] = torch.cat([tensor[:0], *(tensor[span] for span in spans)])
+        self.tensors["offsets"] = torch.from_numpy(np.cumsum([0, *self.lengths[kept]], dtype=np.int64))
+        self.tensors["domain_of"] = self.tensors["domain_of"][kept]
+
+    def _put(self, index: int, field: str, parts: Parts) -> None:
+        """Copy a row's parts to their place in the shard."""
+        start, end = int(self.offsets[index]), int(self.offsets[index + 1])
         for part, values in parts.items():
             name = tensor_name(field, part)
             if name not in self.tensors:
                 self.tensors[name] = torch.empty((int(self.offsets[-1]), *values.shape[1:]), dtype=values.dtype)
-            self.tensors[name][start : start + len(values)] = values.cpu()
+            self.tensors[name][start:end] = values
 
     def _check_longest(self) -> None:
-        index = int(self.lengths.argmax())
+        good = [index for index in range(len(self.rows)) if index not in self.bad]
+        if not good:
+            return
+        index = max(good, key=lambda row: int(self.lengths[row]))
         start, end = int(self.offsets[index]), int(self.offsets[index + 1])
         row = decode_row(self.fields, lambda name: self.tensors[name][start:end], self.rows[index].domain)
         if found := self_check(self.target, self.fields, row):

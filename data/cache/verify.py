@@ -39,6 +39,7 @@ def cache_info(folder: Path) -> dict[str, Any]:
     totals = {
         "shards": len(manifest.shards),
         "missing_rows": manifest.missing_rows,
+        "dropped_rows": manifest.dropped_rows,
         "bytes": stored,
         "bytes_per_token": stored / max(tokens, 1),
         "kept_mass": mass,

@@ -87,15 +87,15 @@ def _killed(folder: Path, after: int) -> None:
     import torch
 
     torch.set_num_threads(1)  # a forked child must not wait for its parent's threads
-    real = writer.save_file
+    real = writer.write_shard
 
-    def save(tensors: Any, path: Path) -> None:
+    def write(tensors: Any, path: Path) -> str:
         if len(list((folder / "cache").glob("shard-*"))) == after:
             Path(path).write_bytes(b"half a shard")
             os.kill(os.getpid(), signal.SIGKILL)
-        real(tensors, path)
+        return real(tensors, path)
 
-    writer.save_file = save
+    writer.write_shard = write
     make(folder)
 
 
@@ -199,14 +199,16 @@ def test_more_kept_tokens_than_the_vocabulary_has_are_refused(tmp_path: Path) ->
 def test_full_disk_stops_cleanly_and_the_cache_is_resumable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, name="whole")
 
-    def full(tensors: Any, path: Path) -> None:
+    real = writer.write_shard
+
+    def full(tensors: Any, path: Path) -> str:
         if len(list((tmp_path / "cache").glob("shard-*"))) == 2:
             Path(path).write_bytes(b"half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save_file(tensors, path)
+        return real(tensors, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "save_file", full)
+        patch.setattr(writer, "write_shard", full)
         with pytest.raises(UserError, match="disk is full; 2 shards are complete"):
             make(tmp_path)
     assert not list((tmp_path / "cache").glob(".*.tmp"))
