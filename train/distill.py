@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from draftsmith.data.cache.reader import CacheReader
+from draftsmith.data.cache.online import AnyCache
 from draftsmith.data.rows import Rows
 from draftsmith.errors import UserError
 from draftsmith.models.draft import DraftLM
@@ -25,7 +25,7 @@ def new_draft(target: Target, settings: DistillSettings, seed: int) -> DraftLM:
 
 def distill(
     target: Target,
-    reader: CacheReader,
+    reader: AnyCache,
     held_out: Rows,
     settings: DistillSettings,
     folder: Path,

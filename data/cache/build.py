@@ -24,7 +24,6 @@ from draftsmith.data.cache.writer import CacheWriter
 from draftsmith.data.rows import Row, Rows
 from draftsmith.data.tokenizer import tokenizer_digest
 from draftsmith.errors import UserError
-from draftsmith.models.lm import LMOutput
 from draftsmith.models.target import Target, choose_taps
 from draftsmith.progress import Ticker, ticker
 
@@ -49,7 +48,7 @@ def build_cache(
     taken = _taken(rows.lengths, train_tokens)
     lengths = rows.lengths[:taken]
     fields = cache_fields(settings, target.width, target.vocabulary, target.blocks)
-    _check_rows(target, rows, lengths)
+    check_rows(target, rows, lengths)
     manifest = Manifest(
         target=target.fingerprint(),
         dtype=str(target.dtype).removeprefix("torch."),
@@ -87,6 +86,19 @@ def build_cache(
     ranks.barrier()
     done = {"written_shards": len(own), "rebuilt": writer.rebuilt, "seconds": seconds}
     return cache_info(Path(folder)) | done | {"tokens_per_second": tokens / max(seconds, 1e-9)}
+
+
+def measured_rate(target: Target, settings: CacheSettings, length: int) -> float:
+    """Tokens per second of one full batch of random rows of `length` tokens: forward, head and codecs, without the disk."""
+    rng = np.random.default_rng(0)
+    count = max(1, settings.batch_tokens // length)
+    ids = rng.integers(0, target.vocabulary, (count, length), dtype=np.int32)
+    rows = [Row(row, np.ones(length, dtype=bool), "random", "random") for row in ids]
+    fields = cache_fields(settings, target.width, target.vocabulary, target.blocks)
+    shard = _Shard(target, fields, rows, ["random"])
+    started = time.monotonic()
+    shard.compute(settings.batch_tokens, Ticker("measure", ids.size, "tokens", None), Tally())
+    return ids.size / (time.monotonic() - started)
 
 
 @dataclass
@@ -175,8 +187,8 @@ class _Shard:
         for batch in fill_batches(np.argsort(self.lengths, kind="stable"), self.lengths, batch_tokens):
             ids = collate_rows([self.rows[index] for index in batch]).token_ids.to(self.target.device)
             output = self.target.forward(ids, taps=self.taps, want_logits=False)
-            self._note_failures(batch, output, tally)
-            self._store(batch, output)
+            self._note_failures(batch, output.taps, output.last, tally)
+            self._store(batch, output.taps, output.last)
             tally.check()
             progress.advance(int(self.lengths[batch].sum()))
         self._check_longest()
@@ -187,8 +199,8 @@ class _Shard:
         kept = self.tensors["distribution.log_probs"].double().exp().sum(-1)
         return self.tensors, float(kept.mean()) if len(kept) else 1.0
 
-    def _note_failures(self, batch: list[int], output: LMOutput, tally: Tally) -> None:
-        for field, states in (("taps", output.taps), ("last", output.last)):
+    def _note_failures(self, batch: list[int], taps: Tensor | None, last: Tensor, tally: Tally) -> None:
+        for field, states in (("taps", taps), ("last", last)):
             if states is None or bool(torch.isfinite(states.sum(dtype=torch.float32))):
                 continue  # one number tells that all are finite, at a fraction of the cost
             for place, index in enumerate(batch):
@@ -199,19 +211,19 @@ class _Shard:
             states.nan_to_num_(0.0, 0.0, 0.0)  # a codec need not know what to do with them
         tally.tried += len(batch)
 
-    def _store(self, batch: list[int], output: LMOutput) -> None:
-        """Encode the rows of one batch: states row by row, distributions over all their tokens at once."""
+    def _store(self, batch: list[int], taps: Tensor | None, last: Tensor) -> None:
+        """Encode one batch of rows, taps [B, T, A, W] and last [B, T, W]; distributions over all its tokens at once."""
         lengths = [int(self.lengths[index]) for index in batch]
-        for field, states in (("taps", output.taps), ("last", output.last[:, :, None])):
+        for field, states in (("taps", taps), ("last", last[:, :, None])):
             if states is not None and field in self.fields:
                 codec = STATE_CODECS[self.fields[field]["codec"]]
                 for place, index in enumerate(batch):
                     self._put(index, field, codec.encode(states[place, : lengths[place]]))
         if about := self.fields.get("distribution"):
-            codec = DISTRIBUTION_CODECS[about["codec"]]
-            last = torch.cat([output.last[place, :length] for place, length in enumerate(lengths)])
-            pieces = last.split(max(1, LOGITS_AT_ONCE // self.target.vocabulary))
-            encoded = [codec.encode(self.target.head(piece), about["k"]) for piece in pieces]
+            teacher = DISTRIBUTION_CODECS[about["codec"]]
+            tokens = torch.cat([last[place, :length] for place, length in enumerate(lengths)])
+            pieces = tokens.split(max(1, LOGITS_AT_ONCE // self.target.vocabulary))
+            encoded = [teacher.encode(self.target.head(piece), about["k"]) for piece in pieces]
             parts = {part: torch.cat([piece[part] for piece in encoded]).split(lengths) for part in encoded[0]}
             for place, index in enumerate(batch):
                 self._put(index, "distribution", {part: values[place] for part, values in parts.items()})
@@ -253,7 +265,8 @@ def _taken(lengths: np.ndarray, train_tokens: int | None) -> int:
     return max(1, int(np.searchsorted(np.cumsum(lengths), train_tokens, side="right")))
 
 
-def _check_rows(target: Target, rows: Rows, lengths: np.ndarray) -> None:
+def check_rows(target: Target, rows: Rows, lengths: np.ndarray) -> None:
+    """Raise `UserError` when prepared rows do not fit the target: another tokenizer, or longer than its context."""
     if rows.tokenizer != tokenizer_digest(target.tokenizer):
         raise UserError(
             f"{rows.folder}: prepared with another tokenizer than the target's; run `draftsmith prepare` again"

@@ -101,6 +101,19 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def remove_unreadable(folder: Path) -> str | None:
+    """Remove a manifest that cannot be read: without it no shard can be trusted. Returns what was wrong with it, or None."""
+    path = Path(folder) / NAME
+    if not path.is_file():
+        return None
+    try:
+        read_manifest(folder)
+    except UserError as error:
+        path.unlink()
+        return str(error).split(";")[0]
+    return None
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Publish the manifest atomically."""
     publish_json(Path(folder) / NAME, manifest.model_dump(mode="json"))

@@ -5,10 +5,11 @@ Knows the launcher's environment. Does not know what the ranks share out.
 
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class Ranks(NamedTuple):
+@dataclass(frozen=True)
+class Ranks:
     """This process is number `index` of `count`; `barrier()` returns when all have called it."""
 
     index: int = 0
