@@ -346,6 +346,31 @@ def test_an_error_of_the_writer_thread_reaches_the_caller(tmp_path: Path, monkey
     assert threading.active_count() == 1
 
 
+def test_a_shard_is_written_while_the_next_is_computed_and_no_third_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second, overlapped, ahead = threading.Event(), [], []
+    begun, compute, write = [0, 0], build._Shard.compute, writer.write_shard
+
+    def counted(self: Any, *arguments: Any) -> Any:
+        begun[0] += 1
+        ahead.append(begun[0] - begun[1])
+        if begun[0] == 2:
+            second.set()
+        return compute(self, *arguments)
+
+    def slow(tensors: Any, path: Path) -> str:
+        overlapped.append(second.wait(20))  # in vain where the second shard waits for the first to be written
+        begun[1] += 1
+        return write(tensors, path)
+
+    monkeypatch.setattr(build._Shard, "compute", counted)
+    monkeypatch.setattr(writer, "write_shard", slow)
+    make(tmp_path)
+    assert overlapped == [True] * 5
+    assert max(ahead) == 2  # one is computed, one is written
+
+
 def test_too_small_a_disk_is_refused_before_the_first_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(build.shutil, "disk_usage", lambda _path: usage)
