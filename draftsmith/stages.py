@@ -8,7 +8,6 @@ Knows the order and the folders; each stage's own module knows how. One thin fun
 import dataclasses
 import functools
 import platform
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -247,11 +246,14 @@ class Work:
         if self.config.cache.online:
             self.say("cache: online, computed by the target during training; nothing is written")
             return
+        from draftsmith.data.cache.build import remove_foreign
         from draftsmith.data.cache.ranks import launched_ranks
 
         ranks = launched_ranks(on_cpu=self.device == "cpu")
-        if ranks.index == 0:
-            self._remove_cache_of_other_inputs()
+        if ranks.index == 0 and (
+            other := remove_foreign(self.run / "cache", self.target.fingerprint(), self.rows("train"))
+        ):
+            self.say(f"cache: made for other {' and '.join(other)}; removed {self.run / 'cache'} to make it anew")
         ranks.barrier()
         self._build_cache()
 
@@ -280,21 +282,6 @@ class Work:
         if about["dropped_rows"]:
             self.say(f"cache: {about['dropped_rows']:,} rows dropped: the target's states are not finite in them")
         return about
-
-    def _remove_cache_of_other_inputs(self) -> None:
-        """A cache of a target or of rows that are gone is of no use. One of other cache settings stays: `build_cache` refuses."""
-        from draftsmith.data.cache.manifest import NAME, read_manifest
-
-        folder, rows = self.run / "cache", self.rows("train")
-        if not (folder / NAME).is_file():
-            return
-        old = read_manifest(folder)
-        changed = [] if old.target == self.target.fingerprint() else ["target"]
-        if (old.data.get("digest"), old.data.get("settings")) != (rows.digest, rows.settings):
-            changed.append("rows")
-        if changed:
-            self.say(f"cache: made for other {' and '.join(changed)}; removed {folder} to make it anew")
-            shutil.rmtree(folder)
 
     def distill(self) -> None:
         """The draft LM, and its untrained start."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftsmith.data.batches import collate_rows, fill_batches
 from draftsmith.data.cache.codecs import DISTRIBUTION_CODECS, STATE_CODECS, Parts, tensor_name
-from draftsmith.data.cache.manifest import CacheSettings, Manifest
+from draftsmith.data.cache.manifest import NAME, CacheSettings, Manifest, read_manifest
 from draftsmith.data.cache.ranks import launched_ranks
 from draftsmith.data.cache.reader import decode_row
 from draftsmith.data.cache.verify import cache_info, self_check
@@ -86,6 +86,22 @@ def build_cache(
     ranks.barrier()
     done = {"written_shards": len(own), "rebuilt": writer.rebuilt, "seconds": seconds}
     return cache_info(Path(folder)) | done | {"tokens_per_second": tokens / max(seconds, 1e-9)}
+
+
+def remove_foreign(folder: Path, fingerprint: str, rows: Rows) -> list[str]:
+    """Remove a cache of a target or of rows that are gone: it is of no use. Returns which of the two it was made for.
+
+    A cache of other cache settings stays: `build_cache` refuses to mix them.
+    """
+    if not (folder / NAME).is_file():
+        return []
+    old = read_manifest(folder)
+    changed = [] if old.target == fingerprint else ["target"]
+    if (old.data.get("digest"), old.data.get("settings")) != (rows.digest, rows.settings):
+        changed.append("rows")
+    if changed:
+        shutil.rmtree(folder)
+    return changed
 
 
 def measured_rate(target: Target, settings: CacheSettings, length: int) -> float:
