@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from draftsmith.data.batches import collate_rows, fill_batches
 from draftsmith.data.cache import build, writer
-from draftsmith.data.cache.build import build_cache, bytes_per_token, cache_fields, shard_plan
+from draftsmith.data.cache.build import build_cache, shard_plan
 from draftsmith.data.cache.codecs import DISTRIBUTION_CODECS, STATE_CODECS
+from draftsmith.data.cache.fields import bytes_per_token, cache_fields
 from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.corpus import DataSettings
 from draftsmith.data.rows import Rows, write_rows

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batches import collate_rows, fill_batches
-from draftsmith.data.cache.codecs import DISTRIBUTION_CODECS, STATE_CODECS, Parts, tensor_name
+from draftsmith.data.cache.codecs import DISTRIBUTION_CODECS, STATE_CODECS, Parts, id_type, tensor_name
+from draftsmith.data.cache.fields import bytes_per_token, cache_fields, kept_mass, row_uniforms
 from draftsmith.data.cache.manifest import NAME, CacheSettings, Manifest, read_manifest
 from draftsmith.data.cache.ranks import launched_ranks
 from draftsmith.data.cache.reader import decode_row
@@ -24,7 +25,7 @@ from draftsmith.data.cache.writer import CacheWriter
 from draftsmith.data.rows import Row, Rows
 from draftsmith.data.tokenizer import tokenizer_digest
 from draftsmith.errors import UserError
-from draftsmith.models.target import Target, choose_taps
+from draftsmith.models.target import Target
 from draftsmith.progress import Ticker, ticker
 
 LOGITS_AT_ONCE = 1 << 25  # numbers in one chunk of logits: 128 MB in float32, whatever the vocabulary
@@ -134,30 +135,6 @@ class Tally:
             )
 
 
-def cache_fields(settings: CacheSettings, width: int, vocabulary: int, blocks: int) -> dict[str, dict[str, Any]]:
-    """The manifest's `fields`: codec of each stored field and what decoding needs. Raises `UserError` if impossible."""
-    if settings.k > vocabulary:
-        raise UserError(f"cache.k: {settings.k} tokens of a vocabulary of {vocabulary}; lower cache.k")
-    fields: dict[str, dict[str, Any]] = {"distribution": {"codec": "topk", "k": settings.k, "vocabulary": vocabulary}}
-    if settings.taps != "none":
-        taps = choose_taps(blocks, settings.taps)
-        fields["taps"] = {"codec": settings.state_codec, "blocks": list(taps), "width": width}
-    if settings.last:
-        fields["last"] = {"codec": settings.state_codec, "width": width}
-    return fields
-
-
-def bytes_per_token(fields: dict[str, dict[str, Any]]) -> int:
-    """Bytes on disk of one token with all its fields."""
-    total = 4 + 1  # id and mask
-    for field, about in fields.items():
-        if field == "distribution":
-            total += DISTRIBUTION_CODECS[about["codec"]].bytes_per_token(about["vocabulary"], about["k"])
-        else:
-            total += len(about.get("blocks", [0])) * STATE_CODECS[about["codec"]].bytes_per_state(about["width"])
-    return total
-
-
 def cache_bytes(settings: CacheSettings, *, tokens: int, rows: int, width: int, vocabulary: int, blocks: int) -> int:
     """The size on disk that a cache of `tokens` tokens in `rows` rows will have, within 5 %."""
     stored = tokens * bytes_per_token(cache_fields(settings, width, vocabulary, blocks)) + rows * ROW_BYTES
@@ -189,7 +166,9 @@ class _Shard:
         self.lengths = np.asarray([len(row.token_ids) for row in rows])
         self.offsets = np.cumsum([0, *self.lengths], dtype=np.int64)
         self.tensors: dict[str, Tensor] = {
-            "token_ids": torch.from_numpy(np.concatenate([row.token_ids for row in rows])),
+            "token_ids": torch.from_numpy(np.concatenate([row.token_ids for row in rows])).to(
+                id_type(target.vocabulary)
+            ),
             "supervised": torch.from_numpy(np.concatenate([row.supervised for row in rows])),
             "offsets": torch.from_numpy(self.offsets),
             "domain_of": torch.tensor([domains.index(row.domain) for row in rows], dtype=torch.uint8),
@@ -210,10 +189,7 @@ class _Shard:
         self._check_longest()
         if self.bad:
             self._drop()
-        if "distribution" not in self.fields:
-            return self.tensors, 1.0
-        kept = self.tensors["distribution.log_probs"].double().exp().sum(-1)
-        return self.tensors, float(kept.mean()) if len(kept) else 1.0
+        return self.tensors, kept_mass(self.fields, self.tensors) if len(self.tensors["token_ids"]) else 1.0
 
     def _note_failures(self, batch: list[int], taps: Tensor | None, last: Tensor, tally: Tally) -> None:
         for field, states in (("taps", taps), ("last", last)):
@@ -231,15 +207,17 @@ class _Shard:
         """Encode one batch of rows, taps [B, T, A, W] and last [B, T, W]; distributions over all its tokens at once."""
         lengths = [int(self.lengths[index]) for index in batch]
         for field, states in (("taps", taps), ("last", last[:, :, None])):
-            if states is not None and field in self.fields:
-                codec = STATE_CODECS[self.fields[field]["codec"]]
+            if states is not None and (about := self.fields.get(field)):
+                codec = STATE_CODECS[about["codec"]]
                 for place, index in enumerate(batch):
-                    self._put(index, field, codec.encode(states[place, : lengths[place]]))
-        if about := self.fields.get("distribution"):
-            teacher = DISTRIBUTION_CODECS[about["codec"]]
+                    self._put(index, field, codec.encode(states[place, : lengths[place]], about.get("rotation")))
+        about = self.fields["distribution"]
+        if (teacher := DISTRIBUTION_CODECS[about["codec"]]).parts:
             tokens = torch.cat([last[place, :length] for place, length in enumerate(lengths)])
-            pieces = tokens.split(max(1, LOGITS_AT_ONCE // self.target.vocabulary))
-            encoded = [teacher.encode(self.target.head(piece), about["k"]) for piece in pieces]
+            uniforms = torch.cat([row_uniforms(self.rows[index].token_ids) for index in batch]).to(last.device)
+            step = max(1, LOGITS_AT_ONCE // self.target.vocabulary)
+            pieces = zip(tokens.split(step), uniforms.split(step), strict=True)
+            encoded = [teacher.encode(self.target.head(piece), about["k"], drawn) for piece, drawn in pieces]
             parts = {part: torch.cat([piece[part] for piece in encoded]).split(lengths) for part in encoded[0]}
             for place, index in enumerate(batch):
                 self._put(index, "distribution", {part: values[place] for part, values in parts.items()})

@@ -5,9 +5,9 @@ Knows the manifest file. Does not know what is inside a shard, nor how it was co
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from draftsmith.errors import UserError
 from draftsmith.files import publish_json
@@ -28,12 +28,28 @@ class CacheSettings(Settings):
     """What of the target is kept. `batch_tokens` changes only the speed of the forward passes, never the content."""
 
     taps: Literal["auto", "none"] | tuple[int, ...] = "auto"  # block outputs, from 0; "none" serves draft LMs only
-    state_codec: Literal["bf16", "fp32"] = "bf16"
-    k: int = Field(64, ge=1)  # likeliest tokens kept of each distribution
-    last: bool = False  # only EAGLE-1 and Medusa take the last state as input
+    state_codec: Literal["fp32", "bf16", "fp8", "int8", "int4"] = "bf16"
+    # topk: the likeliest tokens and the mass of the rest; topk8: the same, log-probabilities in a byte; sampled: unbiased
+    # draws; from_last: nothing, it is computed again, exactly, from the last state, which is then stored.
+    distribution: Literal["topk", "topk8", "sampled", "from_last"] = "topk"
+    k: int = Field(64, ge=1)  # likeliest tokens kept of each distribution, or draws from it
+    last: bool = False  # only EAGLE-1, Medusa and from_last take the last state as input
     batch_tokens: int = Field(4096, ge=1)
     shard_mb: float = Field(64, gt=0)  # a crash loses at most one shard
     online: bool = False  # nothing on disk: the target computes every batch when a trainer asks for it
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_last_keeps_last(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("distribution") == "from_last":
+            return {"last": True} | values
+        return values
+
+    @model_validator(mode="after")
+    def _last_is_there(self) -> Self:
+        if self.distribution == "from_last" and not self.last:
+            raise ValueError("last: from_last computes the distribution from it; leave last out or make it true")
+        return self
 
 
 class Shard(Settings):

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from draftsmith.data.batches import Batch, collate, collate_rows
-from draftsmith.data.cache.build import cache_fields, check_rows
+from draftsmith.data.cache.build import check_rows
 from draftsmith.data.cache.codecs import DISTRIBUTION_CODECS, tensor_name
+from draftsmith.data.cache.fields import cache_fields, row_uniforms
 from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.cache.reader import CachedRow, CacheReader, decode_row
 from draftsmith.data.rows import Rows
@@ -84,9 +85,10 @@ class OnlineRows(Sequence[CachedRow]):
                         f"the target's {field} are not finite in document {row.document};"
                         " load it with dtype float32, or leave the document out"
                     )
-            if about := self.fields.get("distribution"):
-                codec = DISTRIBUTION_CODECS[about["codec"]]
-                encoded = codec.encode(self.target.head(last), about["k"])
+            about = self.fields["distribution"]
+            if (codec := DISTRIBUTION_CODECS[about["codec"]]).parts:
+                uniforms = row_uniforms(row.token_ids).to(last.device)
+                encoded = codec.encode(self.target.head(last), about["k"], uniforms)
                 parts |= {tensor_name("distribution", part): values.cpu() for part, values in encoded.items()}
             found.append(decode_row(self._decoded_as, parts.__getitem__, row.domain))
         return found

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -23,10 +24,11 @@ ALWAYS = ("token_ids", "supervised", "offsets", "domain_of")
 
 
 class CachedRow(NamedTuple):
-    """One row of T tokens (A taps, width W, k kept tokens); a field that the cache lacks is None.
+    """One row of T tokens (A taps, width W, k kept tokens or draws); a field that the cache lacks is None.
 
     token_ids: int32 [T]; supervised: bool [T]; taps: float32 [T, A, W]; last: float32 [T, W];
-    distribution: ids int64 [T, k] and true log-probabilities float32 [T, k], entry t being p(x_{t+1} | x_≤t).
+    distribution: ids int64 [T, k] and true log-probabilities float32 [T, k], entry t being p(x_{t+1} | x_≤t); of a sampled
+    one also weights float32 [T, k] (see `draftsmith.data.batches.Sampled`); None where it is to be computed from `last`.
     """
 
     token_ids: np.ndarray
@@ -87,7 +89,7 @@ class CacheReader(Sequence[CachedRow]):
     def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and mask of a row, without its states."""
         read = self._read(index)
-        return read("token_ids").numpy(), read("supervised").numpy()
+        return read("token_ids").to(torch.int32).numpy(), read("supervised").numpy()
 
     def _read(self, index: int) -> Callable[[str], Tensor]:
         """What returns a row's part of a stored tensor: a view of the mapped file."""
@@ -143,14 +145,15 @@ def decode_row(fields: dict[str, dict[str, Any]], read: Callable[[str], Tensor],
     for field in states:
         if about := fields.get(field):
             codec = STATE_CODECS[about["codec"]]
-            decoded = codec.decode({part: read(tensor_name(field, part)) for part in codec.parts})
+            parts = {part: read(tensor_name(field, part)) for part in codec.parts}
+            decoded = codec.decode(parts, about["width"], about.get("rotation"))
             states[field] = (decoded[:, 0] if field == "last" else decoded).numpy()
     distribution = None
     if about := fields.get("distribution"):
         teacher = DISTRIBUTION_CODECS[about["codec"]]
-        ids, log_probs = teacher.decode({part: read(tensor_name("distribution", part)) for part in teacher.parts})
-        distribution = ids.numpy(), log_probs.numpy()
-    token_ids, supervised = read("token_ids").numpy(), read("supervised").numpy()
+        arrays = teacher.decode({part: read(tensor_name("distribution", part)) for part in teacher.parts})
+        distribution = None if arrays is None else tuple(array.numpy() for array in arrays)
+    token_ids, supervised = read("token_ids").to(torch.int32).numpy(), read("supervised").numpy()
     return CachedRow(token_ids, supervised, states["taps"], states["last"], distribution, domain)
 
 

@@ -9,8 +9,9 @@ import torch
 from kit import FLAVOURS, tiny_model, tiny_rows, tiny_target, tiny_tokenizer
 
 from draftsmith.data.cache import build
-from draftsmith.data.cache.build import build_cache, bytes_per_token, cache_bytes, cache_fields, shard_plan
+from draftsmith.data.cache.build import build_cache, cache_bytes, shard_plan
 from draftsmith.data.cache.codecs import id_type, kept_kl
+from draftsmith.data.cache.fields import cache_fields
 from draftsmith.data.cache.manifest import CacheSettings, read_manifest, write_manifest
 from draftsmith.data.cache.reader import CachedRow, CacheReader
 from draftsmith.data.cache.verify import cache_info, check_against_target
@@ -174,11 +175,6 @@ def test_predicted_size_is_within_five_percent(tmp_path: Path, options: dict[str
 
 def test_shards_take_rows_in_order_and_one_row_always_fits() -> None:
     assert shard_plan(np.array([3, 3, 3, 50, 1]), 60, 10) == [(0, 2), (2, 3), (3, 4), (4, 5)]
-
-
-def test_bytes_per_token_of_a_known_cache() -> None:
-    fields = cache_fields(CacheSettings(taps=(0, 1, 2), k=64, last=True), width=256, vocabulary=4000, blocks=4)
-    assert bytes_per_token(fields) == 4 + 1 + 3 * 256 * 2 + 256 * 2 + 64 * (2 + 4)
 
 
 def test_rows_beyond_the_cap_are_not_cached(tmp_path: Path) -> None:
