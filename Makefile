@@ -13,8 +13,8 @@ STAGES := target prepare cache distill train-eagle eval-acceptance
 FIND_PYTHON = for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done
 
-.PHONY: help setup demo $(STAGES) plan show-mask report bench-decode bench-cache study-distill test test-long lint format types \
-	clean
+.PHONY: help setup demo $(STAGES) plan show-mask report test test-long lint format types clean
+.PHONY: bench-decode bench-cache bench-cache-speed study-distill
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make bench-decode      the decoder against transformers, trees, costs; on a finished demo"
 	@echo "make bench-cache       cache codecs: bytes, speed, acceptance of drafts trained on them; half an hour, goes on where it stopped"
 	@echo "make study-distill     losses, draft sizes and teachers against each other, under an hour; on a finished demo"
+	@echo "make bench-cache-speed caching against the bare target forward, and where the time goes; on a finished demo"
 	@echo "make lint, types, format, setup, clean"
 
 setup: $(STAMP)
@@ -51,6 +52,9 @@ bench-cache: setup
 
 study-distill: setup
 	$(BIN)/python benchmarks/distill.py $(RUN) $(ARGS)
+
+bench-cache-speed: setup
+	$(BIN)/python benchmarks/cache_speed.py $(RUN) $(ARGS)
 
 report: setup
 	$(BIN)/draftsmith report $(RUN)

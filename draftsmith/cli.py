@@ -4,6 +4,7 @@ such as a draft whose greedy output differs from plain decoding).
 Imports nothing heavy before a command runs, so that `--help` is instant.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -14,6 +15,7 @@ from draftsmith.errors import UserError
 
 if TYPE_CHECKING:
     from draftsmith.config import Loaded
+    from draftsmith.stages import Work
 
 app = typer.Typer(
     name="draftsmith",
@@ -74,6 +76,23 @@ def _run(loaded: "Loaded", stage: str) -> Path:
     return folder.path
 
 
+def _work(loaded: "Loaded") -> "Work":
+    from draftsmith.stages import Work
+
+    return Work(loaded.config, say)
+
+
+def _reason_to_cache(loaded: "Loaded") -> str:
+    """Why the cache stage would run, "" if it need not. Raises UserError where the target or the rows must come first."""
+    from draftsmith.run import RunFolder, needed, schedule
+    from draftsmith.stages import stage_units
+
+    reasons = schedule(needed(stage_units(loaded.config, _work(loaded)), "cache"), RunFolder(loaded.config.run))
+    if stale := [key for key, reason in reasons.items() if reason and key != "cache"]:
+        raise UserError(f"{loaded.config.run}: {stale[0]} is not up to date; run `draftsmith prepare` first")
+    return reasons["cache"]
+
+
 def _print_results(run: Path) -> bool:
     """Tables and verdict. Returns whether a greedy output differs from plain decoding."""
     from rich.console import Console
@@ -118,8 +137,16 @@ def prepare(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command()
 def cache(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Write the target's distributions and hidden states to disk."""
-    _run(_load(config, overrides), "cache")
+    """Write the target's distributions and hidden states to disk; as one of several ranks under `accelerate launch`."""
+    loaded = _load(config, overrides)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        _run(loaded, "cache")
+        return
+    reason = _reason_to_cache(loaded)  # every rank asks before the first one writes
+    if int(os.environ["RANK"]) == 0:
+        _run(loaded, "cache")
+    elif reason:
+        _work(loaded).cache()
 
 
 @app.command()
@@ -154,11 +181,16 @@ def report(
 
 
 @app.command()
-def plan(config: ConfigPath, overrides: Overrides = None) -> None:
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    tokens_per_second: Annotated[float | None, typer.Option(min=1, help="the target's rate: tells the time")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="time one batch of the target for that")] = False,
+) -> None:
     """Say what would run and what it needs; run nothing."""
     from draftsmith.plan import print_plan
 
-    print_plan(_load(config, overrides).config)
+    print_plan(_load(config, overrides).config, tokens_per_second, measure)
 
 
 @app.command("show-mask")
@@ -193,6 +225,14 @@ def cache_verify(path: CachePath) -> None:
     from draftsmith.inspect_data import print_cache_damage
 
     print_cache_damage(path)
+
+
+@app.command("cache-repair")
+def cache_repair(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Check every byte of a config's cache, and make just the damaged shards again."""
+    loaded = _load(config, overrides)
+    _reason_to_cache(loaded)
+    _work(loaded).repair_cache()
 
 
 @app.command()

@@ -64,10 +64,19 @@ def print_cache_info(path: Path) -> None:
     table.add_column("what", style="dim")
     table.add_column("value", overflow="fold")
     for key, value in flat(cache_info(path)).items():
-        table.add_row(
-            key, Text(f"{value:,}" if isinstance(value, int) else str(value))
-        )  # as it stands: brackets are no markup
+        table.add_row(key, Text(_readable(key, value)))  # as it stands: brackets are no markup
     Console().print(table)
+
+
+def _readable(key: str, value: object) -> str:
+    """A manifest's value for the eye: 256,120,001 bytes are `256.1 MB`, a share has four digits."""
+    if key == "bytes" and isinstance(value, int):
+        return f"{value / 1e6:,.1f} MB"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 100 else f"{value:.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
 
 
 def print_cache_damage(path: Path) -> None:
@@ -76,7 +85,7 @@ def print_cache_damage(path: Path) -> None:
 
     damage, about = verify_cache(path), cache_info(path)
     if damage:
-        raise UserError(f"{path}: {'; '.join(damage)}; run `draftsmith cache CONFIG` to rebuild it")
+        raise UserError(f"{path}: {'; '.join(damage)}; run `draftsmith cache-repair CONFIG` to rebuild what is damaged")
     print(
         f"{path}: {about['shards']} shards, {about['rows']:,} rows, {about['bytes']:,} bytes: every checksum is right"
     )

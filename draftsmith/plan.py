@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from draftsmith.models.target import Target
 
 
-def print_plan(config: Config) -> None:
-    """Stages with the reason why each would run, then models and cache. Raises UserError for what cannot work."""
+def print_plan(config: Config, tokens_per_second: float | None = None, measure: bool = False) -> None:
+    """Stages with the reason why each would run, then models and cache. Raises UserError for what cannot work.
+
+    The time of caching is told at the rate `tokens_per_second`, or at that of one batch of the target if `measure`.
+    """
     work, folder = Work(config, print), RunFolder(config.run)
     reasons = schedule(stage_units(config, work), folder)
     table = Table(title=f"plan of {config.run}", title_justify="left", title_style="bold")
@@ -39,7 +42,9 @@ def print_plan(config: Config) -> None:
     for name, count in parameters(config, target, work).items():
         models.add_row(name, f"{count:,}")
     console.print(models)
-    console.print(_cache_line(config, target, prepared=not reasons["prepare"]))
+    if measure and tokens_per_second is None:
+        tokens_per_second = _measured_rate(config, work, trained=not reasons["target"])
+    console.print(_cache_line(config, target, not reasons["prepare"], tokens_per_second))
 
 
 def shape_of_target(config: Config, work: Work) -> "Target":
@@ -140,22 +145,44 @@ def _count(module: Any) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _cache_line(config: Config, target: "Target", prepared: bool) -> str:
+def _cache_line(config: Config, target: "Target", prepared: bool, tokens_per_second: float | None) -> str:
     from draftsmith.data.cache.build import cache_bytes
 
     size = _expected_rows(config) if not prepared else _prepared_rows(config)
     if size is None:
         return "cache: size unknown; run `draftsmith prepare` first, or cap every domain in data.train_tokens"
     rows, tokens = size
+    known = "" if prepared else " at most"
+    line = f"cache:{known} {tokens:,} tokens in {rows:,} rows"
+    if tokens_per_second is not None:
+        line += f", {_duration(tokens / tokens_per_second)} at {tokens_per_second:,.0f} tokens/s"
+    if config.cache.online:
+        return f"{line}; online: computed at every use, nothing on disk"
     needed = cache_bytes(
         config.cache, tokens=tokens, rows=rows, width=target.width, vocabulary=target.vocabulary, blocks=target.blocks
     )
     free = shutil.disk_usage(_existing(config.run)).free
-    known = "" if prepared else " at most"
-    line = f"cache:{known} {tokens:,} tokens in {rows:,} rows, {needed / 1e6:,.1f} MB; {free / 1e9:,.1f} GB are free"
-    if needed > free and not (config.run / "cache" / "manifest.json").is_file():
+    line += f", {needed / 1e6:,.1f} MB; {free / 1e9:,.1f} GB are free"
+    there = sum(shard.stat().st_size for shard in (config.run / "cache").glob("shard-*.safetensors"))
+    if needed - there > free:
         raise UserError(f"{line}: too little; free some space, or lower cache.k or data.train_tokens")
     return line
+
+
+def _measured_rate(config: Config, work: Work, trained: bool) -> float:
+    """Of the target at work. Raises UserError where its weights are not here: `plan` downloads and trains nothing."""
+    from draftsmith.data.cache.build import measured_rate
+
+    if not (trained and Path(work.target_path).is_dir()):
+        raise UserError("--measure: the target's weights are not on this machine; give --tokens-per-second instead")
+    return measured_rate(work.target, config.cache, min(config.data.max_length, work.target.context))
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:,.0f} seconds"
 
 
 def _prepared_rows(config: Config) -> tuple[int, int]:

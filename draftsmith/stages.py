@@ -8,7 +8,6 @@ Knows the order and the folders; each stage's own module knows how. One thin fun
 import dataclasses
 import functools
 import platform
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ from draftsmith.tracking import Tracking
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from draftsmith.data.cache.reader import CacheReader
+    from draftsmith.data.cache.online import AnyCache
     from draftsmith.data.rows import Rows
     from draftsmith.eval.acceptance import PlainRuns
     from draftsmith.eval.drafters import Drafter
@@ -54,7 +53,7 @@ def stage_units(config: Config, work: "Work") -> list[Unit]:
             "",
             {"cache": of_cache, "dtype": config.target.dtype},
             ("target", "prepare"),
-            ("cache",),
+            () if config.cache.online else ("cache",),
             work.cache,
             True,
         ),
@@ -178,9 +177,12 @@ class Work:
             raise UserError(f"target.path: {self.target_path} has no usable tokenizer ({reason})") from error
 
     @functools.cached_property
-    def reader(self) -> "CacheReader":
+    def reader(self) -> "AnyCache":
+        from draftsmith.data.cache.online import OnlineRows
         from draftsmith.data.cache.reader import CacheReader
 
+        if self.config.cache.online:
+            return OnlineRows(self.target, self.rows("train"), self.config.cache)
         reader = CacheReader(self.run / "cache", self.target.fingerprint())
         if damage := reader.verify():  # every byte, once: a flipped one would be trained on without a sign
             raise UserError(f"{self.run / 'cache'}: {damage[0]}; run `draftsmith cache` to rebuild this shard")
@@ -240,30 +242,46 @@ class Work:
         Console().print(rows_table(summary))
 
     def cache(self) -> None:
-        """What the target knows about the rows, on disk."""
+        """What the target knows about the rows, on disk. With `cache.online` it is computed while a draft is trained."""
+        if self.config.cache.online:
+            self.say("cache: online, computed by the target during training; nothing is written")
+            return
+        from draftsmith.data.cache.build import remove_foreign
+        from draftsmith.data.cache.ranks import launched_ranks
+
+        ranks = launched_ranks(on_cpu=self.device == "cpu")
+        if ranks.index == 0 and (
+            other := remove_foreign(self.run / "cache", self.target.fingerprint(), self.rows("train"))
+        ):
+            self.say(f"cache: made for other {' and '.join(other)}; removed {self.run / 'cache'} to make it anew")
+        ranks.barrier()
+        self._build_cache()
+
+    def repair_cache(self) -> None:
+        """Every byte of the cache checked, and just the damaged shards made again."""
+        from draftsmith.data.cache.manifest import remove_unreadable
+
+        if self.config.cache.online:
+            raise UserError("cache.online: true has no cache to repair; set it to false")
+        if found := remove_unreadable(self.run / "cache"):
+            self.say(f"cache-repair: {found}; the cache is made again")
+        about = self._build_cache()
+        for line in about["rebuilt"]:
+            self.say(f"cache-repair: rebuilt {line}")
+        if not about["written_shards"]:
+            self.say("cache-repair: every checksum is right, nothing was rebuilt")
+
+    def _build_cache(self) -> dict[str, Any]:
         from draftsmith.data.cache.build import build_cache
 
-        self._remove_cache_of_other_inputs()
         about = build_cache(self.target, self.rows("train"), self.run / "cache", self.config.cache)
         size = f"{about['bytes'] / 1e6:,.1f} MB, {about['bytes_per_token']:,.0f} bytes per token"
         self.say(
             f"cache: {about['rows']:,} rows, {about['tokens']:,} tokens, {size}, kept mass {about['kept_mass']:.4f}"
         )
-
-    def _remove_cache_of_other_inputs(self) -> None:
-        """A cache of a target or of rows that are gone is of no use. One of other cache settings stays: `build_cache` refuses."""
-        from draftsmith.data.cache.manifest import NAME, read_manifest
-
-        folder, rows = self.run / "cache", self.rows("train")
-        if not (folder / NAME).is_file():
-            return
-        old = read_manifest(folder)
-        changed = [] if old.target == self.target.fingerprint() else ["target"]
-        if (old.data.get("digest"), old.data.get("settings")) != (rows.digest, rows.settings):
-            changed.append("rows")
-        if changed:
-            self.say(f"cache: made for other {' and '.join(changed)}; removed {folder} to make it anew")
-            shutil.rmtree(folder)
+        if about["dropped_rows"]:
+            self.say(f"cache: {about['dropped_rows']:,} rows dropped: the target's states are not finite in them")
+        return about
 
     def distill(self) -> None:
         """The draft LM, and its untrained start."""

@@ -3,7 +3,7 @@
 import copy
 from pathlib import Path
 
-from draftsmith.data.cache.reader import CacheReader
+from draftsmith.data.cache.online import AnyCache
 from draftsmith.data.rows import Rows
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.target import Target
@@ -52,7 +52,7 @@ def place(name: str | None) -> str:
 
 def distill(
     target: Target,
-    reader: CacheReader,
+    reader: AnyCache,
     held_out: Rows,
     settings: DistillSettings,
     folder: Path,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.data.cache.reader import CacheReader
+from draftsmith.data.cache.online import AnyCache
 from draftsmith.data.rows import Rows
 from draftsmith.models.eagle import new_eagle_head
 from draftsmith.models.target import Target
@@ -27,16 +27,16 @@ class EagleSummary(Summary):
     ceiling: float = 1.0
 
 
-def supervised_counts(reader: CacheReader, vocabulary: int) -> torch.Tensor:
+def supervised_counts(reader: AnyCache, vocabulary: int) -> torch.Tensor:
     """[V] how often each target token is supervised in the cache."""
     counts = torch.zeros(vocabulary, dtype=torch.long)
     for index in range(len(reader)):
-        row = reader[index]
-        counts += torch.bincount(torch.from_numpy(row.token_ids[row.supervised]).long(), minlength=vocabulary)
+        token_ids, supervised = reader.tokens(index)
+        counts += torch.bincount(torch.from_numpy(token_ids[supervised]).long(), minlength=vocabulary)
     return counts
 
 
-def draft_vocabulary(reader: CacheReader, target: Target, size: int | None) -> DraftVocabulary:
+def draft_vocabulary(reader: AnyCache, target: Target, size: int | None) -> DraftVocabulary:
     """The `size` target tokens that are supervised most often in the cache, stop tokens always among them."""
     if size is None or size >= target.vocabulary:
         return DraftVocabulary.all_of(target.vocabulary)
@@ -59,14 +59,14 @@ def acceptance_ceiling(objective: EagleObjective, held_out: HeldOut) -> float:
     return mass / max(count, 1)
 
 
-def sample_taps(reader: CacheReader, rows: int = 8) -> torch.Tensor:
+def sample_taps(reader: AnyCache, rows: int = 8) -> torch.Tensor:
     """Taps [n, A, W] of the first rows of the cache."""
     return torch.cat([torch.from_numpy(reader[i].taps) for i in range(min(rows, len(reader)))])
 
 
 def train_eagle(
     target: Target,
-    reader: CacheReader,
+    reader: AnyCache,
     held_out: Rows,
     settings: EagleTrainSettings,
     folder: Path,

@@ -5,6 +5,8 @@ Knows the target, the rows and the writer. Does not know training, nor which dra
 
 import shutil
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from torch import Tensor
 from draftsmith.data.batches import collate_rows, fill_batches
 from draftsmith.data.cache.codecs import DISTRIBUTION_CODECS, STATE_CODECS, Parts, id_type, tensor_name
 from draftsmith.data.cache.fields import bytes_per_token, cache_fields, kept_mass, row_uniforms
-from draftsmith.data.cache.manifest import CacheSettings, Manifest
+from draftsmith.data.cache.manifest import NAME, CacheSettings, Manifest, read_manifest
+from draftsmith.data.cache.ranks import launched_ranks
 from draftsmith.data.cache.reader import decode_row
 from draftsmith.data.cache.verify import cache_info, self_check
 from draftsmith.data.cache.writer import CacheWriter
@@ -26,6 +29,7 @@ from draftsmith.models.target import Target
 from draftsmith.progress import Ticker, ticker
 
 LOGITS_AT_ONCE = 1 << 25  # numbers in one chunk of logits: 128 MB in float32, whatever the vocabulary
+FEW_ROWS = 8  # so many rows may fail before their share of all rows is judged
 MB = 1 << 20
 ROW_BYTES = 9  # offset and domain
 SHARD_BYTES = 1024  # header of a safetensors file
@@ -36,14 +40,16 @@ def build_cache(
 ) -> dict[str, Any]:
     """Cache the first rows, up to `train_tokens` tokens (None: all), and return `cache_info` with what this call did.
 
-    An interrupted cache is resumed after its last shard, and damaged shards are rebuilt. Raises `UserError` when the
-    rows do not fit the target, when the folder holds another cache, or when the disk is too small; `RuntimeError` when
-    a shard does not reproduce what the target computes.
+    A shard is written by a thread while the next is computed, so two are in memory. Several ranks share the shards out;
+    what each shard holds does not depend on who computes it. An interrupted cache is resumed, damaged shards are rebuilt,
+    rows with states that are not finite are dropped and counted. Raises `UserError` when the rows do not fit the target,
+    when most of them fail, when the folder holds another cache, or when the disk is too small; `RuntimeError` when a
+    shard does not reproduce what the target computes.
     """
     taken = _taken(rows.lengths, train_tokens)
     lengths = rows.lengths[:taken]
     fields = cache_fields(settings, target.width, target.vocabulary, target.blocks)
-    _check_rows(target, rows, lengths)
+    check_rows(target, rows, lengths)
     manifest = Manifest(
         target=target.fingerprint(),
         dtype=str(target.dtype).removeprefix("torch."),
@@ -55,19 +61,78 @@ def build_cache(
         tokens=int(lengths.sum()),
     )
     plan = shard_plan(lengths, int(settings.shard_mb * MB), bytes_per_token(fields))
-    writer = CacheWriter(folder, manifest)
+    ranks = launched_ranks(on_cpu=target.device.type == "cpu")
+    writer = CacheWriter(folder, manifest, ranks)
     todo = [index for index in range(len(plan)) if index not in writer.published]
     tokens = sum(int(lengths[slice(*plan[index])].sum()) for index in todo)
     _check_space(Path(folder), tokens * bytes_per_token(fields) + taken * ROW_BYTES)
+    ranks.barrier()  # each has measured the free space before any of them takes some
+    own = todo[ranks.index :: ranks.count]
+    tokens = sum(int(lengths[slice(*plan[index])].sum()) for index in own)
+    tally = Tally(writer.manifest.dropped_rows, writer.manifest.rows - writer.manifest.missing_rows)
     started = time.monotonic()
-    with ticker("cache", tokens, "tokens") as progress:
-        for index in todo:
+    pending: Future[Any] | None = None
+    with ticker("cache", tokens, "tokens") as progress, ThreadPoolExecutor(1, "cache-writer") as thread:
+        for index in own:
             shard = _Shard(target, fields, [rows[row] for row in range(*plan[index])], rows.domains)
-            tensors, kept_mass = shard.compute(settings.batch_tokens, progress)
-            writer.add(index, tensors, kept_mass)
+            tensors, kept_mass = shard.compute(settings.batch_tokens, progress, tally)
+            tally.check(at_end=index == own[-1])
+            if pending is not None:
+                pending.result()  # at most one shard waits for the disk; what went wrong there is raised here
+            dropped = tuple(plan[index][0] + place for place in sorted(shard.bad))
+            pending = thread.submit(writer.add, index, tensors, kept_mass, dropped)
+        if pending is not None:
+            pending.result()
     seconds = time.monotonic() - started
-    done = {"written_shards": len(todo), "rebuilt": writer.rebuilt, "seconds": seconds}
+    ranks.barrier()
+    done = {"written_shards": len(own), "rebuilt": writer.rebuilt, "seconds": seconds}
     return cache_info(Path(folder)) | done | {"tokens_per_second": tokens / max(seconds, 1e-9)}
+
+
+def remove_foreign(folder: Path, fingerprint: str, rows: Rows) -> list[str]:
+    """Remove a cache of a target or of rows that are gone: it is of no use. Returns which of the two it was made for.
+
+    A cache of other cache settings stays: `build_cache` refuses to mix them.
+    """
+    if not (folder / NAME).is_file():
+        return []
+    old = read_manifest(folder)
+    changed = [] if old.target == fingerprint else ["target"]
+    if (old.data.get("digest"), old.data.get("settings")) != (rows.digest, rows.settings):
+        changed.append("rows")
+    if changed:
+        shutil.rmtree(folder)
+    return changed
+
+
+def measured_rate(target: Target, settings: CacheSettings, length: int) -> float:
+    """Tokens per second of one full batch of random rows of `length` tokens: forward, head and codecs, without the disk."""
+    rng = np.random.default_rng(0)
+    count = max(1, settings.batch_tokens // length)
+    ids = rng.integers(0, target.vocabulary, (count, length), dtype=np.int32)
+    rows = [Row(row, np.ones(length, dtype=bool), "random", "random") for row in ids]
+    fields = cache_fields(settings, target.width, target.vocabulary, target.blocks)
+    shard = _Shard(target, fields, rows, ["random"])
+    started = time.monotonic()
+    shard.compute(settings.batch_tokens, Ticker("measure", ids.size, "tokens", None), Tally())
+    return ids.size / (time.monotonic() - started)
+
+
+@dataclass
+class Tally:
+    """How many of the rows that were tried have failed: states that are not finite."""
+
+    bad: int = 0
+    tried: int = 0
+    first: str = ""  # what failed first
+
+    def check(self, at_end: bool = False) -> None:
+        """Raise `UserError` when most rows fail: that is the target's fault, not the rows'."""
+        if 2 * self.bad > self.tried and (at_end or self.bad > FEW_ROWS):
+            raise UserError(
+                f"{self.bad} of {self.tried} rows failed: the target's {self.first};"
+                " load it with dtype float32, or repair its weights"
+            )
 
 
 def cache_bytes(settings: CacheSettings, *, tokens: int, rows: int, width: int, vocabulary: int, blocks: int) -> int:
@@ -109,54 +174,78 @@ class _Shard:
             "domain_of": torch.tensor([domains.index(row.domain) for row in rows], dtype=torch.uint8),
         }
         self.taps = tuple(fields["taps"]["blocks"]) if "taps" in fields else ()
+        self.bad: set[int] = set()  # rows that are dropped in the end
 
     @torch.inference_mode()
-    def compute(self, batch_tokens: int, progress: Ticker) -> tuple[dict[str, Tensor], float]:
+    def compute(self, batch_tokens: int, progress: Ticker, tally: Tally) -> tuple[dict[str, Tensor], float]:
         """All tensors, and the mean mass that the kept tokens cover. The longest row is checked against a live pass."""
         for batch in fill_batches(np.argsort(self.lengths, kind="stable"), self.lengths, batch_tokens):
             ids = collate_rows([self.rows[index] for index in batch]).token_ids.to(self.target.device)
             output = self.target.forward(ids, taps=self.taps, want_logits=False)
-            for place, index in enumerate(batch):
-                length = int(self.lengths[index])
-                self._store(
-                    index, None if output.taps is None else output.taps[place, :length], output.last[place, :length]
-                )
+            self._note_failures(batch, output.taps, output.last, tally)
+            self._store(batch, output.taps, output.last)
+            tally.check()
             progress.advance(int(self.lengths[batch].sum()))
         self._check_longest()
-        return self.tensors, kept_mass(self.fields, self.tensors)
+        if self.bad:
+            self._drop()
+        return self.tensors, kept_mass(self.fields, self.tensors) if len(self.tensors["token_ids"]) else 1.0
 
-    def _store(self, index: int, taps: Tensor | None, last: Tensor) -> None:
-        """Encode one row: taps [T, A, W], last [T, W]."""
+    def _note_failures(self, batch: list[int], taps: Tensor | None, last: Tensor, tally: Tally) -> None:
         for field, states in (("taps", taps), ("last", last)):
-            if states is not None and not bool(torch.isfinite(states).all()):
-                raise UserError(
-                    f"the target's {field} are not finite in document {self.rows[index].document};"
-                    " load it with dtype float32, or repair its weights"
-                )
-        for field, states in (("taps", taps), ("last", last[:, None])):
-            if states is not None and (about := self.fields.get(field)):
-                self._put(index, field, STATE_CODECS[about["codec"]].encode(states, about.get("rotation")), 0)
-        about = self.fields["distribution"]
-        if (codec := DISTRIBUTION_CODECS[about["codec"]]).parts:
-            uniforms = row_uniforms(self.rows[index].token_ids).to(last.device)
-            step = max(1, LOGITS_AT_ONCE // self.target.vocabulary)
-            for first in range(0, len(last), step):
-                logits = self.target.head(last[first : first + step])
-                self._put(
-                    index, "distribution", codec.encode(logits, about["k"], uniforms[first : first + step]), first
-                )
+            if states is None or bool(torch.isfinite(states.sum(dtype=torch.float32))):
+                continue  # one number tells that all are finite, at a fraction of the cost
+            for place, index in enumerate(batch):
+                if index not in self.bad and not bool(torch.isfinite(states[place, : self.lengths[index]]).all()):
+                    self.bad.add(index)
+                    tally.bad += 1
+                    tally.first = tally.first or f"{field} are not finite in document {self.rows[index].document}"
+            states.nan_to_num_(0.0, 0.0, 0.0)  # a codec need not know what to do with them
+        tally.tried += len(batch)
 
-    def _put(self, index: int, field: str, parts: Parts, first: int) -> None:
-        """Copy parts, whose entries begin at token `first` of the row, to their place in the shard."""
-        start = int(self.offsets[index]) + first
+    def _store(self, batch: list[int], taps: Tensor | None, last: Tensor) -> None:
+        """Encode one batch of rows, taps [B, T, A, W] and last [B, T, W]; distributions over all its tokens at once."""
+        lengths = [int(self.lengths[index]) for index in batch]
+        for field, states in (("taps", taps), ("last", last[:, :, None])):
+            if states is not None and (about := self.fields.get(field)):
+                codec = STATE_CODECS[about["codec"]]
+                for place, index in enumerate(batch):
+                    self._put(index, field, codec.encode(states[place, : lengths[place]], about.get("rotation")))
+        about = self.fields["distribution"]
+        if (teacher := DISTRIBUTION_CODECS[about["codec"]]).parts:
+            tokens = torch.cat([last[place, :length] for place, length in enumerate(lengths)])
+            uniforms = torch.cat([row_uniforms(self.rows[index].token_ids) for index in batch]).to(last.device)
+            step = max(1, LOGITS_AT_ONCE // self.target.vocabulary)
+            pieces = zip(tokens.split(step), uniforms.split(step), strict=True)
+            encoded = [teacher.encode(self.target.head(piece), about["k"], drawn) for piece, drawn in pieces]
+            parts = {part: torch.cat([piece[part] for piece in encoded]).split(lengths) for part in encoded[0]}
+            for place, index in enumerate(batch):
+                self._put(index, "distribution", {part: values[place] for part, values in parts.items()})
+
+    def _drop(self) -> None:
+        """Leave out the rows that failed."""
+        kept = [index for index in range(len(self.rows)) if index not in self.bad]
+        spans = [slice(int(self.offsets[index]), int(self.offsets[index + 1])) for index in kept]
+        for name, tensor in self.tensors.items():
+            if name not in ("offsets", "domain_of"):
+                self.tensors[name] = torch.cat([tensor[:0], *(tensor[span] for span in spans)])
+        self.tensors["offsets"] = torch.from_numpy(np.cumsum([0, *self.lengths[kept]], dtype=np.int64))
+        self.tensors["domain_of"] = self.tensors["domain_of"][kept]
+
+    def _put(self, index: int, field: str, parts: Parts) -> None:
+        """Copy a row's parts to their place in the shard."""
+        start, end = int(self.offsets[index]), int(self.offsets[index + 1])
         for part, values in parts.items():
             name = tensor_name(field, part)
             if name not in self.tensors:
                 self.tensors[name] = torch.empty((int(self.offsets[-1]), *values.shape[1:]), dtype=values.dtype)
-            self.tensors[name][start : start + len(values)] = values.cpu()
+            self.tensors[name][start:end] = values
 
     def _check_longest(self) -> None:
-        index = int(self.lengths.argmax())
+        good = [index for index in range(len(self.rows)) if index not in self.bad]
+        if not good:
+            return
+        index = max(good, key=lambda row: int(self.lengths[row]))
         start, end = int(self.offsets[index]), int(self.offsets[index + 1])
         row = decode_row(self.fields, lambda name: self.tensors[name][start:end], self.rows[index].domain)
         if found := self_check(self.target, self.fields, row):
@@ -170,7 +259,8 @@ def _taken(lengths: np.ndarray, train_tokens: int | None) -> int:
     return max(1, int(np.searchsorted(np.cumsum(lengths), train_tokens, side="right")))
 
 
-def _check_rows(target: Target, rows: Rows, lengths: np.ndarray) -> None:
+def check_rows(target: Target, rows: Rows, lengths: np.ndarray) -> None:
+    """Raise `UserError` when prepared rows do not fit the target: another tokenizer, or longer than its context."""
     if rows.tokenizer != tokenizer_digest(target.tokenizer):
         raise UserError(
             f"{rows.folder}: prepared with another tokenizer than the target's; run `draftsmith prepare` again"

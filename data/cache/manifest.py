@@ -36,6 +36,7 @@ class CacheSettings(Settings):
     last: bool = False  # only EAGLE-1, Medusa and from_last take the last state as input
     batch_tokens: int = Field(4096, ge=1)
     shard_mb: float = Field(64, gt=0)  # a crash loses at most one shard
+    online: bool = False  # nothing on disk: the target computes every batch when a trainer asks for it
 
     @model_validator(mode="before")
     @classmethod
@@ -54,13 +55,14 @@ class CacheSettings(Settings):
 class Shard(Settings):
     """One published file. `index` is its place in the order of rows."""
 
-    index: int
-    name: str
-    rows: int
-    tokens: int
-    bytes: int
+    index: int = Field(ge=0)
+    name: str = Field(pattern=r"^shard-\d{5,}\.safetensors$")  # never a path: a manifest cannot point out of its folder
+    rows: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    bytes: int = Field(ge=0)
     kept_mass: float  # mean over tokens of the probability that the kept tokens cover; 1 without a distribution
-    xxh3: str
+    dropped: tuple[int, ...] = ()  # prepared rows for which the target computed numbers that are not finite
+    xxh3: str = Field(pattern="^[0-9a-f]{32}$")
 
 
 class Manifest(Settings):
@@ -80,7 +82,12 @@ class Manifest(Settings):
 
     @property
     def missing_rows(self) -> int:
-        return self.rows - sum(shard.rows for shard in self.shards)
+        """Rows of shards that are not published yet; a dropped row is not missing."""
+        return self.rows - self.dropped_rows - sum(shard.rows for shard in self.shards)
+
+    @property
+    def dropped_rows(self) -> int:
+        return sum(len(shard.dropped) for shard in self.shards)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -89,7 +96,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise UserError(f"{path}: no cache here; run `draftsmith cache` first")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_bytes())
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         if version != SCHEMA:
             raise UserError(f"{path}: schema_version {version}, this version reads {SCHEMA}; make the cache again")
@@ -97,10 +104,10 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise UserError(
-            f"{path}: field {where}: {error.errors()[0]['msg']}; delete the folder and make the cache again"
+            f"{path}: field {where}: {error.errors()[0]['msg']}; run `draftsmith cache-repair CONFIG`"
         ) from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not JSON ({error}); delete the folder and make the cache again") from error
+    except ValueError as error:  # of JSON or of its encoding: the file was cut short or overwritten
+        raise UserError(f"{path}: not JSON ({error}); run `draftsmith cache-repair CONFIG`") from error
     for key, value in CONVENTIONS.items():
         if manifest.conventions.get(key) != value:
             found = manifest.conventions.get(key)
@@ -108,6 +115,19 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path}: conventions.{key} is {found!r}, this version reads {value!r}; make the cache again"
             )
     return manifest
+
+
+def remove_unreadable(folder: Path) -> str | None:
+    """Remove a manifest that cannot be read: without it no shard can be trusted. Returns what was wrong with it, or None."""
+    path = Path(folder) / NAME
+    if not path.is_file():
+        return None
+    try:
+        read_manifest(folder)
+    except UserError as error:
+        path.unlink()
+        return str(error).split(";")[0]
+    return None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -3,6 +3,7 @@
 Knows shards and codecs. Does not know the target: it only compares fingerprints.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from draftsmith.data.cache.manifest import Manifest, read_manifest
 from draftsmith.data.cache.writer import shard_damage
 from draftsmith.errors import UserError
 
+OPEN_SHARDS = 32  # a mapped file counts as memory of this process as far as it has been read
 ALWAYS = ("token_ids", "supervised", "offsets", "domain_of")
 
 
@@ -55,17 +57,21 @@ class CacheReader(Sequence[CachedRow]):
                 f"{self.folder}: {manifest.missing_rows} of {manifest.rows} rows are missing; resume `draftsmith cache`"
             )
         _check_codecs(self.folder, manifest)
-        self._handles: dict[int, Any] = {}
-        self._offsets: list[np.ndarray] = []
+        self._handles: OrderedDict[int, Any] = OrderedDict()
+        lengths: list[np.ndarray] = []
         domain_of: list[np.ndarray] = []
         for number in range(len(manifest.shards)):
             self._check(number)
-            self._offsets.append(self._handle(number).get_tensor("offsets").numpy())
-            domain_of.append(self._handle(number).get_tensor("domain_of").numpy())
+            lengths.append(np.diff(self._handle(number).get_tensor("offsets").numpy()))
+            domain_of.append(self._handle(number).get_tensor("domain_of").numpy().copy())
+        # Sixteen bytes a row are all that grows with their number; the rest stays in the files.
+        self._first = np.cumsum([0, *map(len, lengths)])  # row with which each shard begins
         self._domain_of = np.concatenate(domain_of)
-        self._first = np.cumsum([0, *(len(offsets) - 1 for offsets in self._offsets)])
-        self.lengths: np.ndarray = np.concatenate([np.diff(offsets) for offsets in self._offsets])  # int64 [rows]
+        self.lengths: np.ndarray = np.concatenate(lengths)  # int64 [rows]
+        self._starts = np.concatenate([np.cumsum(own) - own for own in lengths])  # first token of a row in its shard
         self.domains: list[str] = manifest.domains
+        if not len(self.lengths):
+            raise UserError(f"{self.folder}: the cache is empty: all its rows were dropped; make it again")
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -78,15 +84,19 @@ class CacheReader(Sequence[CachedRow]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
+        return decode_row(self.manifest.fields, self._read(range(len(self))[index]), self.domain(index))
+
+    def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and mask of a row, without its states."""
+        read = self._read(index)
+        return read("token_ids").to(torch.int32).numpy(), read("supervised").numpy()
+
+    def _read(self, index: int) -> Callable[[str], Tensor]:
+        """What returns a row's part of a stored tensor: a view of the mapped file."""
         number = int(np.searchsorted(self._first, index, side="right")) - 1
-        start, end = (int(self._offsets[number][index - self._first[number] + step]) for step in (0, 1))
-        handle = self._handle(number)
-
-        def read(name: str) -> Any:
-            return handle.get_slice(name)[start:end]
-
-        return decode_row(self.manifest.fields, read, self.domain(index))
+        start = int(self._starts[index])
+        end, handle = start + int(self.lengths[index]), self._handle(number)
+        return lambda name: handle.get_slice(name)[start:end]
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Some rows, padded: what a trainer takes (`draftsmith.train.loop.Source`)."""
@@ -96,7 +106,7 @@ class CacheReader(Sequence[CachedRow]):
         return (self[index] for index in range(len(self)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_handles": {}}  # open files do not travel to worker processes
+        return self.__dict__ | {"_handles": OrderedDict()}  # open files do not travel to worker processes
 
     def domain(self, index: int) -> str:
         """The domain of a row, without reading it."""
@@ -113,6 +123,9 @@ class CacheReader(Sequence[CachedRow]):
                 self._handles[number] = safe_open(path, "pt")
             except SafetensorError as error:
                 raise UserError(f"{path}: damaged ({error}); run `draftsmith cache` to rebuild this shard") from error
+            if len(self._handles) > OPEN_SHARDS:
+                self._handles.popitem(last=False)
+        self._handles.move_to_end(number)
         return self._handles[number]
 
     def _check(self, number: int) -> None:

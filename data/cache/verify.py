@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.cache.codecs import DISTRIBUTION_CODECS, STATE_CODECS, kept_kl
-from draftsmith.data.cache.manifest import read_manifest
+from draftsmith.data.cache.manifest import NAME, read_manifest
 from draftsmith.data.cache.reader import CachedRow, CacheReader
 from draftsmith.data.cache.writer import shard_damage
 from draftsmith.errors import UserError
@@ -25,9 +25,12 @@ SAME = 2e-3
 
 
 def verify_cache(folder: Path) -> list[str]:
-    """Read every byte. One line for each damaged shard, beginning with its name, and one for missing rows."""
+    """Read every byte. One line for each damaged shard and each stray file, beginning with its name, and one for missing rows."""
     manifest = read_manifest(folder)
     found = [damage for shard in manifest.shards if (damage := shard_damage(folder, shard))]
+    known = {NAME, *(shard.name for shard in manifest.shards)}
+    strays = sorted(path.name for path in Path(folder).iterdir() if path.name not in known)
+    found += [f"{name}: not part of the cache (a crash left it, or somebody put it there)" for name in strays]
     if manifest.missing_rows:
         found.append(f"incomplete: {manifest.missing_rows} of {manifest.rows} rows were never written")
     return found
@@ -42,6 +45,7 @@ def cache_info(folder: Path) -> dict[str, Any]:
     totals = {
         "shards": len(manifest.shards),
         "missing_rows": manifest.missing_rows,
+        "dropped_rows": manifest.dropped_rows,
         "bytes": stored,
         "bytes_per_token": stored / max(tokens, 1),
         "kept_mass": mass,

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,42 @@ def test_show_mask_and_the_cache_commands_print_what_is_there(config: Path, caps
     assert run("cache-verify", cache) == 2
     assert shard.name in capsys.readouterr().err
     content[-1] ^= 1
-    shard.write_bytes(content)
+    whole, damaged = bytes(content), cache.parent / "stages" / "cache.json"
+    before = damaged.read_bytes()
+    assert run("cache-repair", config) == 0
+    assert f"cache-repair: rebuilt {shard.name}: checksum" in capsys.readouterr().out
+    assert shard.read_bytes() == whole
+    assert damaged.read_bytes() == before, "nothing that was built on the cache becomes stale"
+    assert run("cache-repair", config) == 0
+    assert "nothing was rebuilt" in capsys.readouterr().out
+
+
+def test_both_trainers_run_online_and_nothing_is_written(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = config.parent / "copy"
+    shutil.copytree(config.parent / "runs", root)
+    shutil.rmtree(root / "exp" / "cache")
+    online = [f"run_root={root}", "cache.online=true"]
+    assert run("cache-repair", config, *online) == 2
+    assert "cache.online" in capsys.readouterr().err
+    assert run("plan", config, "--tokens-per-second", "10", *online) == 0
+    assert "at 10 tokens/s; online: computed at every use" in " ".join(capsys.readouterr().out.split())
+    assert run("distill", config, *online) == 0
+    assert "cache: online" in capsys.readouterr().out
+    assert run("train-eagle", config, *online, "eagle.eagle3.tokens=300") == 0
+    assert not (root / "exp" / "cache").exists()
+
+
+def test_the_plan_tells_the_time_at_a_stated_or_measured_rate_and_refuses_a_short_disk(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("plan", config, "--measure") == 0
+    assert " tokens/s, " in " ".join(capsys.readouterr().out.split())
+    assert run("plan", new_config(tmp_path), "--measure") == 2
+    assert "--measure: the target's weights are not on this machine" in capsys.readouterr().err
+    usage = shutil.disk_usage(config.parent)._replace(free=1000)
+    monkeypatch.setattr("draftsmith.plan.shutil.disk_usage", lambda _path: usage)
+    assert run("plan", config, "cache.k=64", "cache.state_codec=fp32") == 2
+    assert "too little; free some space" in capsys.readouterr().err
 
 
 def test_a_cache_of_another_target_or_of_other_rows_is_made_anew(

@@ -115,7 +115,7 @@ def test_tap_k_is_the_output_of_block_k_before_the_final_norm(tmp_path: Path, bl
     )
     with torch.inference_mode():
         output = target.forward(torch.arange(5)[None], taps=tuple(range(blocks)))
-        shard._store(0, output.taps[0], output.last[0])
+        shard._store([0], output.taps, output.last)
     expected = [sum(10.0**n for n in range(k + 1)) for k in range(blocks)]  # 1, 11, 111, ...
     assert shard.tensors["taps"][0, :, 0].float().tolist() == pytest.approx(expected, rel=2**-8)
 
@@ -223,16 +223,13 @@ def test_flipped_convention_is_refused_by_name(tmp_path: Path) -> None:
 def test_building_under_a_wrong_convention_fails_loudly(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(self: Any, index: int, taps: torch.Tensor, last: torch.Tensor) -> None:
+    def wrong(self: Any, batch: list[int], taps: torch.Tensor, last: torch.Tensor) -> None:
+        store(self, batch, taps.roll(1, 2) if fault == "wrong block" else taps, last)
         if fault == "last before the norm":
-            store(self, index, taps, last)
             self.tensors["last"] *= 1.05
         elif fault == "shifted distribution":
-            store(self, index, taps, last)
             for name in ("distribution.ids", "distribution.log_probs"):
                 self.tensors[name] = self.tensors[name].to(torch.float32).roll(1, 0).to(self.tensors[name].dtype)
-        else:
-            store(self, index, taps.roll(1, 1), last)
 
     store = build._Shard._store
     monkeypatch.setattr(build._Shard, "_store", wrong)

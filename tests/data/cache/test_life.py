@@ -5,7 +5,11 @@ import multiprocessing
 import os
 import shutil
 import signal
-from collections.abc import Callable
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +19,9 @@ from kit import tiny_rows, tiny_target
 from safetensors.torch import load_file, save_file
 
 from draftsmith.data.cache import build, writer
+from draftsmith.data.cache import reader as reader_module
 from draftsmith.data.cache.build import build_cache
-from draftsmith.data.cache.manifest import CacheSettings, read_manifest, write_manifest
+from draftsmith.data.cache.manifest import CacheSettings, read_manifest, remove_unreadable, write_manifest
 from draftsmith.data.cache.reader import CacheReader
 from draftsmith.data.cache.verify import verify_cache
 from draftsmith.data.corpus import DataSettings
@@ -87,15 +92,15 @@ def _killed(folder: Path, after: int) -> None:
     import torch
 
     torch.set_num_threads(1)  # a forked child must not wait for its parent's threads
-    real = writer.save_file
+    real = writer.write_shard
 
-    def save(tensors: Any, path: Path) -> None:
+    def write(tensors: Any, path: Path) -> str:
         if len(list((folder / "cache").glob("shard-*"))) == after:
             Path(path).write_bytes(b"half a shard")
             os.kill(os.getpid(), signal.SIGKILL)
-        real(tensors, path)
+        return real(tensors, path)
 
-    writer.save_file = save
+    writer.write_shard = write
     make(folder)
 
 
@@ -111,6 +116,36 @@ def test_kill_in_mid_shard_loses_that_shard_only_and_resume_ends_in_the_same_byt
     with pytest.raises(UserError, match="empty" if after == 0 else "rows are missing"):
         CacheReader(tmp_path / "cache")
     assert make(tmp_path)["written_shards"] == 5 - after
+    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+
+
+def _build_many(folder: Path) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    rows = Rows.open(folder / "rows", "train")
+    build_cache(tiny_target(), rows, folder / "cache", CacheSettings(**SETTINGS))
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
+def test_kills_at_random_moments_change_no_byte(tmp_path: Path, kills: int) -> None:
+    rows = tiny_rows(tmp_path, [30] * 60)
+    started = time.monotonic()
+    build_cache(tiny_target(), rows, tmp_path / "whole", CacheSettings(**SETTINGS))
+    duration, rng, killed = time.monotonic() - started, np.random.default_rng(kills), 0
+    for _ in range(kills):
+        child = multiprocessing.get_context("fork").Process(target=_build_many, args=(tmp_path,))
+        child.start()
+        child.join(duration * rng.uniform(0.05, 2 / kills + 0.1))
+        child.kill()
+        child.join()
+        killed += child.exitcode == -signal.SIGKILL
+        if (tmp_path / "cache" / "manifest.json").exists():
+            assert not [
+                found for found in verify_cache(tmp_path / "cache") if "shard" in found and "not part" not in found
+            ]
+    assert killed == kills  # else the moments came too late to mean anything
+    build_cache(tiny_target(), rows, tmp_path / "cache", CacheSettings(**SETTINGS))
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
 
 
@@ -199,19 +234,141 @@ def test_more_kept_tokens_than_the_vocabulary_has_are_refused(tmp_path: Path) ->
 def test_full_disk_stops_cleanly_and_the_cache_is_resumable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, name="whole")
 
-    def full(tensors: Any, path: Path) -> None:
+    real = writer.write_shard
+
+    def full(tensors: Any, path: Path) -> str:
         if len(list((tmp_path / "cache").glob("shard-*"))) == 2:
             Path(path).write_bytes(b"half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save_file(tensors, path)
+        return real(tensors, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "save_file", full)
+        patch.setattr(writer, "write_shard", full)
         with pytest.raises(UserError, match="disk is full; 2 shards are complete"):
             make(tmp_path)
     assert not list((tmp_path / "cache").glob(".*.tmp"))
     assert make(tmp_path)["written_shards"] == 3
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+
+
+@contextmanager
+def small_disk(place: Path, options: str) -> Iterator[None]:
+    """A file system of its own at `place`; needs a root that may mount."""
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_really_full_disk_stops_cleanly_and_the_cache_is_resumable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, name="whole")
+    monkeypatch.setattr(build, "_check_space", lambda *_: None)  # the space goes while the cache is written
+    with small_disk(tmp_path / "disk", "size=28k"):
+        with pytest.raises(UserError, match=r"disk is full; [0-4] shards are complete"):
+            make(tmp_path, name="disk/cache")
+        assert not list((tmp_path / "disk" / "cache").glob(".*.tmp"))
+        subprocess.run(["mount", "-o", "remount,size=1m", str(tmp_path / "disk")], check=True)
+        make(tmp_path, name="disk/cache")
+        assert contents(tmp_path / "disk" / "cache") == contents(tmp_path / "whole")
+
+
+def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
+    with (
+        small_disk(tmp_path / "disk", "ro"),
+        pytest.raises(UserError, match=r"disk/cache: cannot be written \(Read-only file system\)"),
+    ):
+        make(tmp_path, name="disk/cache")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_folder_that_may_not_be_written_is_named(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_tensors: Any, path: Path) -> str:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(writer, "write_shard", refuse)
+    with pytest.raises(UserError, match="cannot be written") as caught:
+        make(tmp_path)
+    assert "\n" not in str(caught.value)
+    monkeypatch.undo()
+    assert make(tmp_path)["written_shards"] == 5
+
+
+def test_stray_files_are_named_and_change_nothing(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "cache" / ".shard-00009.safetensors.x.tmp").write_bytes(b"half")
+    (tmp_path / "cache" / "notes.txt").write_text("mine")
+    assert [line.split(":")[0] for line in verify_cache(tmp_path / "cache")] == [
+        ".shard-00009.safetensors.x.tmp",
+        "notes.txt",
+    ]
+    assert make(tmp_path)["written_shards"] == 0
+    assert sorted(path.name for path in (tmp_path / "cache").glob("[.n]*")) == ["notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["../shard-00000.safetensors", "/etc/passwd", "shard-00000.safetensors/..", "x"])
+def test_a_manifest_cannot_point_out_of_its_folder(tmp_path: Path, name: str) -> None:
+    make(tmp_path)
+    path = tmp_path / "cache" / "manifest.json"
+    path.write_text(path.read_text().replace("shard-00001.safetensors", name))
+    with pytest.raises(UserError, match=r"field shards\.1\.name") as caught:
+        CacheReader(tmp_path / "cache")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("half", [b"", b'{"schema_version": 1, "tar', b"\xff\xfe\x00"])
+def test_half_a_manifest_is_named_and_removed_by_repair(tmp_path: Path, half: bytes) -> None:
+    make(tmp_path)
+    whole = contents(tmp_path / "cache")
+    path = tmp_path / "cache" / "manifest.json"
+    path.write_bytes(half)
+    with pytest.raises(UserError, match=r"not JSON .* run `draftsmith cache-repair CONFIG`"):
+        make(tmp_path)
+    assert "not JSON" in str(remove_unreadable(tmp_path / "cache"))
+    assert make(tmp_path)["written_shards"] == 5
+    assert contents(tmp_path / "cache") == whole
+    assert remove_unreadable(tmp_path / "cache") is None
+
+
+def test_an_error_of_the_writer_thread_reaches_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_tensors: Any, _path: Path) -> str:
+        raise ZeroDivisionError("in the thread")
+
+    monkeypatch.setattr(writer, "write_shard", broken)
+    with pytest.raises(ZeroDivisionError, match="in the thread"):
+        make(tmp_path)
+    assert threading.active_count() == 1
+
+
+def test_a_shard_is_written_while_the_next_is_computed_and_no_third_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second, overlapped, ahead = threading.Event(), [], []
+    begun, compute, write = [0, 0], build._Shard.compute, writer.write_shard
+
+    def counted(self: Any, *arguments: Any) -> Any:
+        begun[0] += 1
+        ahead.append(begun[0] - begun[1])
+        if begun[0] == 2:
+            second.set()
+        return compute(self, *arguments)
+
+    def slow(tensors: Any, path: Path) -> str:
+        overlapped.append(second.wait(20))  # in vain where the second shard waits for the first to be written
+        begun[1] += 1
+        return write(tensors, path)
+
+    monkeypatch.setattr(build._Shard, "compute", counted)
+    monkeypatch.setattr(writer, "write_shard", slow)
+    make(tmp_path)
+    assert overlapped == [True] * 5
+    assert max(ahead) == 2  # one is computed, one is written
 
 
 def test_too_small_a_disk_is_refused_before_the_first_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,3 +422,26 @@ def test_reader_travels_to_worker_processes(tmp_path: Path) -> None:
     reader = CacheReader(tmp_path / "cache")
     copy = pickle.loads(pickle.dumps(reader))
     np.testing.assert_array_equal(copy[3].taps, reader[3].taps)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_loader_workers_read_the_rows_of_the_reader(tmp_path: Path, start: str) -> None:
+    from torch.utils.data import DataLoader
+
+    make(tmp_path)
+    reader = CacheReader(tmp_path / "cache")
+    workers = 2 if start == "fork" else 1
+    loader = DataLoader(reader, batch_size=None, num_workers=workers, multiprocessing_context=start)
+    for ours, theirs in zip(loader, reader, strict=True):
+        np.testing.assert_array_equal(ours.taps, theirs.taps)
+        assert ours.domain == theirs.domain
+
+
+def test_reading_many_shards_keeps_few_files_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "OPEN_SHARDS", 2)
+    make(tmp_path)
+    reader = CacheReader(tmp_path / "cache")
+    once = [row.taps.copy() for row in reader]
+    assert len(reader._handles) == 2
+    for index in (4, 0, 3, 1, 2):
+        np.testing.assert_array_equal(reader[index].taps, once[index])
