@@ -121,8 +121,14 @@ def tokenising(tokeniser: Tokeniser, documents: int, workers: int) -> Iterator[T
     if count == 1 or documents < POOLED:
         yield lambda parts: (done for part in parts for done in tokeniser(part))
         return
-    with ProcessPoolExecutor(count, initializer=_start, initargs=(tokeniser,)) as pool:
-        yield lambda parts: _in_order(pool, parts, 2 * count)
+    try:
+        with ProcessPoolExecutor(count, initializer=_start, initargs=(tokeniser,)) as pool:
+            pool.submit(os.getpid).result()  # they start now, before a progress bar has a thread that a fork would lose
+            yield lambda parts: _in_order(pool, parts, 2 * count)
+    except BrokenProcessPool as error:
+        raise UserError(
+            "data.workers: a process that tokenised died, perhaps for memory; set data.workers=1"
+        ) from error
 
 
 def _cores() -> int:
@@ -139,10 +145,6 @@ def _in_order(pool: ProcessPoolExecutor, parts: Chunks, ahead: int) -> Iterator[
                 yield from waiting.popleft().result()
         while waiting:
             yield from waiting.popleft().result()
-    except BrokenProcessPool as error:
-        raise UserError(
-            "data.workers: a process that tokenised died, perhaps for memory; set data.workers=1"
-        ) from error
     finally:
         for future in waiting:
             future.cancel()
