@@ -106,9 +106,6 @@ REWRITING = (  # earlier answers are shortened in the history: each answer gets 
 )
 
 
-LATER = {"role": "assistant", "content": "something else"}
-
-
 def talks(count: int) -> list[Any]:
     """Conversations of two answers each."""
     return [
@@ -219,16 +216,6 @@ def test_held_out_prompts_that_training_rows_hold_as_well_are_counted(tmp_path: 
     mixed = prepare(settings(tmp_path, half), tiny_tokenizer(), tmp_path / "mixed")
     texts_of = [tiny_tokenizer().decode(row.token_ids) for row in Rows.open(tmp_path / "mixed", "held_out")]
     assert mixed["contamination"]["repeated"] == sum("the same" in text for text in texts_of) > 0
-
-
-def test_a_later_turn_of_a_training_conversation_counts_as_a_prompt_too(tmp_path: Path) -> None:
-    """The held-out conversation is a training one that ends a turn earlier and is answered otherwise."""
-    rows = [
-        *talks(40),
-        *({"messages": [*talk["messages"][:3], LATER]} for talk in talks(40)),
-    ]
-    summary = prepare(settings(tmp_path, rows, max_length=100), tiny_tokenizer(), tmp_path / "rows")
-    assert summary["contamination"]["repeated"] > 0
 
 
 def test_the_beginning_of_a_text_is_its_prompt(tmp_path: Path) -> None:
