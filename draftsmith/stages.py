@@ -25,9 +25,8 @@ from draftsmith.run import Unit, stamp
 from draftsmith.tracking import Tracking
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
     from draftsmith.data.cache.online import AnyCache
+    from draftsmith.data.documents import Documents
     from draftsmith.data.rows import Rows
     from draftsmith.eval.acceptance import PlainRuns
     from draftsmith.eval.drafters import Drafter
@@ -43,7 +42,7 @@ SPEED = {"cache": {"batch_tokens"}}
 def stage_units(config: Config, work: "Work") -> list[Unit]:
     """All units of a config in an order in which each comes after its inputs."""
     resolved = config.model_dump(mode="json")
-    data, seed = resolved["data"] | {"content": data_content(config)}, config.seed
+    data, seed = config.data.lasting() | {"content": data_content(config)}, config.seed
     of_cache = {key: value for key, value in resolved["cache"].items() if key not in SPEED["cache"]}
     units = [
         _target_unit(config, work, data),
@@ -118,10 +117,12 @@ def data_content(config: Config) -> list[str]:
     for source in config.data.sources:
         if source.kind == "python":
             marks.append(f"python {platform.python_version()}")
-        elif source.kind == "hub":
-            marks.append("hub")
         else:
-            marks.append(stamp(Path(source.path or "").expanduser(), content=True))
+            path = Path(source.path or "").expanduser()  # what is not here and of kind "hub" is on the hub
+            try:
+                marks.append("hub" if source.kind == "hub" and not path.exists() else stamp(path, content=True))
+            except OSError as error:
+                raise UserError(f"data.sources: {path} cannot be read ({error}); give readable files") from error
     return marks
 
 
@@ -151,10 +152,10 @@ class Work:
         return "cpu"
 
     @functools.cached_property
-    def documents(self) -> "Dataset":
+    def documents(self) -> "Documents":
         from draftsmith.data.corpus import load_documents
 
-        return load_documents(self.config.data)
+        return load_documents(self.config.data, self.run)
 
     @functools.cached_property
     def target(self) -> "Target":
@@ -208,7 +209,8 @@ class Work:
 
     def train_target(self) -> None:
         """Tokenizer, rows of the whole corpus, weights."""
-        from draftsmith.data.rows import Rows, prepare
+        from draftsmith.data.prepare import prepare
+        from draftsmith.data.rows import Rows
         from draftsmith.data.tokenizer import train_tokenizer
         from draftsmith.train.pretrain import pretrain
 
@@ -236,10 +238,12 @@ class Work:
 
     def prepare(self) -> None:
         """Rows with loss masks, cut as the target's tokenizer says."""
-        from draftsmith.data.rows import prepare
+        from draftsmith.data.prepare import prepare
 
         summary = prepare(self.config.data, self.tokenizer, self.run / "rows", self.documents)
         Console().print(rows_table(summary))
+        for line in notes(summary):
+            self.say(line)
 
     def cache(self) -> None:
         """What the target knows about the rows, on disk. With `cache.online` it is computed while a draft is trained."""
@@ -390,3 +394,19 @@ def rows_table(summary: dict[str, Any]) -> Table:
             numbers = (f"{counts['rows']:,}", f"{counts['tokens']:,}", f"{counts['supervised_share']:.1%}")
             table.add_row(split, domain, *numbers, drops, end_section=domain == "all")
     return table
+
+
+def notes(summary: dict[str, Any]) -> list[str]:
+    """What `prepare` has to say beside the table: rows that never became documents, and prompts that are no strangers."""
+    about, found = summary["documents"], summary["contamination"]
+    lines = []
+    for reason, count in about["drops"].items():
+        first = about["first"].get(reason)
+        lines.append(
+            f"prepare: {count:,} of {about['read']:,} dropped: {reason}" + (f", first {first}" if first else "")
+        )
+    if found["repeated"]:
+        lines.append(
+            f"prepare: warning: {found['repeated']:,} of {found['prompts']:,} held-out prompts also begin training rows"
+        )
+    return lines
