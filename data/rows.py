@@ -124,6 +124,7 @@ class _Tally:
     tokens: int = 0
     supervised: int = 0
     drops: Counter[str] = field(default_factory=Counter)
+    masks: Counter[str] = field(default_factory=Counter)  # rows by where their mask comes from (see `Rendered.how`)
 
     def add(self, row: Row) -> None:
         self.rows += 1
@@ -137,6 +138,7 @@ class _Tally:
             "tokens": self.tokens,
             "supervised_share": share,
             "drops": dict(sorted(self.drops.items())),
+            "masks": dict(sorted(self.masks.items())),
         }
 
 
@@ -147,6 +149,7 @@ def _summary(tallies: dict[str, _Tally]) -> dict[str, Any]:
         whole.tokens += tally.tokens
         whole.supervised += tally.supervised
         whole.drops.update(tally.drops)
+        whole.masks.update(tally.masks)
     return whole.counts() | {"domains": {domain: tally.counts() for domain, tally in sorted(tallies.items())}}
 
 
@@ -165,7 +168,7 @@ def _choose(
         with ticker(f"prepare {split}/{domain}", len(chosen), "documents") as progress:
             for first in range(0, len(chosen), TEXTS_AT_ONCE):
                 some = documents.select(chosen[first : first + TEXTS_AT_ONCE])
-                for row in _tokenise(some, tokenizer, settings.max_length, tally):
+                for row in _tokenise(some, tokenizer, settings, tally):
                     if cap is not None and tally.tokens + len(row.token_ids) > cap:
                         break
                     tally.add(row)
@@ -177,23 +180,30 @@ def _choose(
     return rows, {str(domain): tally for domain, tally in tallies.items()}
 
 
-def _tokenise(documents: "Dataset", tokenizer: Any, max_length: int, tally: _Tally) -> Iterator[Row]:
+def _tokenise(documents: "Dataset", tokenizer: Any, settings: DataSettings, tally: _Tally) -> Iterator[Row]:
     """The rows of some documents in their order; what cannot be used is counted in `tally.drops`."""
     plain = [document["text"] for document in documents if document["text"] is not None]
     encoded = iter(tokenizer(plain, verbose=False)["input_ids"] if plain else ())
     for document in documents:
-        for piece in _pieces(document, encoded, tokenizer, max_length, tally):
+        for piece in _pieces(document, encoded, tokenizer, settings, tally):
             yield Row(piece.token_ids, piece.supervised, document["domain"], document["document"])
 
 
 def _pieces(
-    document: Any, encoded: Iterator[list[int]], tokenizer: Any, max_length: int, tally: _Tally
+    document: Any, encoded: Iterator[list[int]], tokenizer: Any, settings: DataSettings, tally: _Tally
 ) -> Iterator[Rendered]:
     try:
         if document["text"] is not None:
-            whole = windows(next(encoded), tokenizer, max_length)
+            whole = windows(next(encoded), tokenizer, settings.max_length)
         else:
-            whole = render(document["messages"], tokenizer)
+            whole = render(
+                document["messages"],
+                tokenizer,
+                document.get("tools"),
+                turns=settings.turns,
+                train_on=settings.train_on,
+                reasoning=settings.reasoning,
+            )
     except UnusableError as reason:
         tally.drops[str(reason)] += 1
         return
@@ -202,9 +212,12 @@ def _pieces(
             tally.drops["fewer than two tokens"] += 1
             continue
         try:
-            yield cut(piece, max_length)
+            row = cut(piece, settings.max_length)
         except UnusableError as reason:
             tally.drops[str(reason)] += 1
+            continue
+        yield row
+        tally.masks[row.how] += 1  # here, so that a row beyond the cap, after which nobody asks again, is not counted
 
 
 def windows(ids: list[int], tokenizer: Any, max_length: int) -> list[Rendered]:

@@ -105,7 +105,13 @@ def test_pad_token_decides_nothing_and_end_of_turn_stays_supervised(options: dic
         ([{"role": "user", "content": None}, ANSWER], "null content"),
         ([USER, AGAIN, ANSWER], "two turns of one role in a row"),
         ([], "no messages"),
-        ([USER, {"role": "assistant", "content": None, "tool_calls": [{}]}], "null content"),
+        ([USER, {"role": "assistant", "content": None}], "null content"),
+        ([USER, {"role": "assistant", "content": None, "tool_calls": []}], "null content"),
+        (
+            [USER, {"role": "assistant", "content": None, "tool_calls": [{}]}],
+            "tool call not shown by the chat template",
+        ),
+        ([USER, {"role": "tool", "content": "4"}, ANSWER], "tool result without a call"),
     ],
 )
 def test_malformed_conversation_is_unusable_for_a_stated_reason(messages: list[Any], reason: str) -> None:
