@@ -167,11 +167,12 @@ def show_mask(
     overrides: Overrides = None,
     count: Annotated[int, typer.Option(min=1, help="samples per domain")] = 1,
     split: Annotated[str, typer.Option(help="train or held_out")] = "train",
+    domain: Annotated[str | None, typer.Option(help="of this domain alone")] = None,
 ) -> None:
     """Print prepared samples with the supervised tokens coloured."""
     from draftsmith.inspect_data import print_masks
 
-    print_masks(_load(config, overrides).config, split, count)
+    print_masks(_load(config, overrides).config, split, count, domain)
 
 
 CachePath = Annotated[
