@@ -81,6 +81,23 @@ def everything(ids: Sequence[int] | np.ndarray) -> Rendered:
     return Rendered(np.asarray(ids, dtype=np.int32), supervised)
 
 
+def given(
+    ids: Sequence[int] | np.ndarray,
+    supervised: Sequence[bool] | np.ndarray,
+    turns: Literal["all", "last"],
+    train_on: Literal["answers", "text"],
+) -> Rendered:
+    """A row that came with its mask, as the options of `DataSettings` say: a turn is a run of supervised tokens."""
+    if train_on == "text":
+        return everything(ids)
+    mask = np.array(supervised, dtype=bool)
+    if turns == "last" and mask.any():
+        end = int(np.flatnonzero(mask)[-1]) + 1
+        earlier = np.flatnonzero(~mask[:end])
+        mask[: int(earlier[-1]) + 1 if len(earlier) else 0] = False
+    return Rendered(np.asarray(ids, dtype=np.int32), mask, "given")
+
+
 def cut(row: Rendered, max_length: int) -> Rendered:
     """The first `max_length` tokens. Raises `UnusableError` with the reason when none of them is supervised."""
     supervised = row.supervised[:max_length].copy()

@@ -1,64 +1,44 @@
-"""Token rows with loss masks on disk: written once by `prepare`, read memory-mapped by every later stage.
+"""Token rows with loss masks on disk: written one after the other by `prepare`, read memory-mapped by every later stage.
 
-Knows the files of a row folder, windows and caps. Does not know where text comes from, targets or caches.
+Knows the files of a row folder. Does not know where rows come from, targets or caches.
 """
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import xxhash
 
-from draftsmith.data.chat import Rendered, UnusableError, cut, render
-from draftsmith.data.corpus import DataSettings, load_documents
-from draftsmith.data.tokenizer import tokenizer_digest
+from draftsmith.data.documents import SPLITS as SPLITS  # the folders below the one that `prepare` writes
 from draftsmith.errors import UserError
 from draftsmith.files import publish, publish_json
-from draftsmith.progress import ticker
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from draftsmith.data.corpus import DataSettings
 
-SCHEMA = 1
-SPLITS = ("train", "held_out")
-TEXTS_AT_ONCE = 64
+SCHEMA = 2
+# The columns of a row folder whose entries are one number a row; `token_ids`, `supervised`, `names` are one a token or byte.
+OF_EACH_ROW = ("offsets", "domain_of", "name_offsets")
+BUFFER = 1 << 20
+# Settings that change how fast rows are made and not what they are.
+SPEED = {"workers"}
 
 
 class Row(NamedTuple):
-    """token_ids: int32 [T]; supervised: bool [T], true where token t is trained as a predicted token (never t = 0)."""
+    """token_ids: int32 [T]; supervised: bool [T], true where token t is trained as a predicted token (never t = 0).
+
+    document: the place of its text in the sources; rows of one document have the same.
+    """
 
     token_ids: np.ndarray
     supervised: np.ndarray
     domain: str
     document: str
-
-
-def prepare(settings: DataSettings, tokenizer: Any, folder: Path, documents: "Dataset | None" = None) -> dict[str, Any]:
-    """Write the rows of both splits into `folder` and return what was written and dropped, per split and domain.
-
-    `documents` saves reading the sources again where the caller has them (see `load_documents`).
-    Raises `UserError` when a split holds no supervised token.
-    """
-    if documents is None:
-        documents = load_documents(settings)
-    summary: dict[str, Any] = {"tokenizer": tokenizer_digest(tokenizer)}
-    for split in SPLITS:
-        chosen, tallies = _choose(documents, split, settings, tokenizer)
-        summary[split] = _summary(tallies)
-        if not chosen:
-            raise UserError(
-                f"data: no supervised token in the {split} split (dropped: {summary[split]['drops'] or 'nothing'});"
-                " give rows with answers, or raise max_length"
-            )
-        # A cache or a training run may take only the first rows: their mixture must be that of the whole.
-        order = np.random.default_rng([settings.seed, SPLITS.index(split)]).permutation(len(chosen))
-        write_rows([chosen[index] for index in order], Path(folder) / split, settings, summary["tokenizer"])
-    publish_json(Path(folder) / "summary.json", summary)
-    return summary
 
 
 class Rows(Sequence[Row]):
@@ -68,16 +48,18 @@ class Rows(Sequence[Row]):
         """Use `Rows.open`."""
         self.folder = folder
         about = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+        if about["schema"] != SCHEMA:
+            raise UserError(f"{folder}: rows of schema {about['schema']}, not {SCHEMA}; run `draftsmith prepare` again")
         self.domains: list[str] = about["domains"]  # the distinct names
         self.digest: str = about["digest"]  # of ids, masks, windows and domains
         self.tokenizer: str = about["tokenizer"]
         self.settings: dict[str, Any] = about["settings"]
-        self._documents: list[str] = about["documents"]
         self._ids = np.load(folder / "token_ids.npy", mmap_mode="r")
         self._supervised = np.load(folder / "supervised.npy", mmap_mode="r")
+        self._names = np.load(folder / "names.npy", mmap_mode="r")
         self.offsets: np.ndarray = np.load(folder / "offsets.npy")
         self._domain_of: np.ndarray = np.load(folder / "domain_of.npy")
-        self._document_of: np.ndarray = np.load(folder / "document_of.npy")
+        self._name_offsets: np.ndarray = np.load(folder / "name_offsets.npy")
 
     @classmethod
     def open(cls, folder: Path, split: str) -> "Rows":
@@ -94,12 +76,24 @@ class Rows(Sequence[Row]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
-        span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        document = self._documents[self._document_of[index]]
+        span, name = (slice(int(o[index]), int(o[index + 1])) for o in (self.offsets, self._name_offsets))
+        document = self._names[name].tobytes().decode()
         return Row(np.array(self._ids[span]), np.array(self._supervised[span]), self.domain(index), document)
 
     def __iter__(self) -> Iterator[Row]:
         return (self[index] for index in range(len(self)))
+
+    def read(self, order: Iterable[int]) -> Iterator[Row]:
+        """Rows by index, read from the files and not through the map, whose pages would all count as this process's memory."""
+        with ExitStack() as stack:
+            columns = []
+            for mapped, offsets in ((self._ids, self.offsets), (self._supervised, self.offsets), (self._names, None)):
+                assert isinstance(mapped, np.memmap)
+                file = stack.enter_context(open(str(mapped.filename), "rb", buffering=0))
+                columns.append((file, mapped.dtype, mapped.offset, self._name_offsets if offsets is None else offsets))
+            for index in order:
+                ids, supervised, name = (_span(*column, index) for column in columns)
+                yield Row(ids, supervised, self.domain(index), name.tobytes().decode())
 
     def domain(self, index: int) -> str:
         """The domain of a row, without reading its tokens."""
@@ -116,159 +110,83 @@ class Rows(Sequence[Row]):
         return int(self.offsets[-1])
 
 
-@dataclass
-class _Tally:
-    """Counts of one domain in one split."""
-
-    rows: int = 0
-    tokens: int = 0
-    supervised: int = 0
-    drops: Counter[str] = field(default_factory=Counter)
-    masks: Counter[str] = field(default_factory=Counter)  # rows by where their mask comes from (see `Rendered.how`)
-
-    def add(self, row: Row) -> None:
-        self.rows += 1
-        self.tokens += len(row.token_ids)
-        self.supervised += int(row.supervised.sum())
-
-    def counts(self) -> dict[str, Any]:
-        share = self.supervised / max(self.tokens, 1)
-        return {
-            "rows": self.rows,
-            "tokens": self.tokens,
-            "supervised_share": share,
-            "drops": dict(sorted(self.drops.items())),
-            "masks": dict(sorted(self.masks.items())),
-        }
+def _span(file: Any, dtype: np.dtype, first: int, offsets: np.ndarray, index: int) -> np.ndarray:
+    """Entries offsets[index]:offsets[index + 1] of the .npy file whose data begin at byte `first`."""
+    start, end = int(offsets[index]), int(offsets[index + 1])
+    data = os.pread(file.fileno(), (end - start) * dtype.itemsize, first + start * dtype.itemsize)
+    return np.frombuffer(bytearray(data), dtype=dtype)
 
 
-def _summary(tallies: dict[str, _Tally]) -> dict[str, Any]:
-    whole = _Tally()
-    for tally in tallies.values():
-        whole.rows += tally.rows
-        whole.tokens += tally.tokens
-        whole.supervised += tally.supervised
-        whole.drops.update(tally.drops)
-        whole.masks.update(tally.masks)
-    return whole.counts() | {"domains": {domain: tally.counts() for domain, tally in sorted(tallies.items())}}
+class _Column:
+    """A .npy file of one dimension that grows. Its header is written again at the end, in the room that numpy leaves."""
+
+    def __init__(self, path: Path, dtype: type) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # never written over: another process may have mapped it
+        self.dtype, self.count, self.hash = np.dtype(dtype), 0, xxhash.xxh3_128()
+        self._file = path.open("wb", buffering=BUFFER)
+        self._first = self._header()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._header() != self._first:
+            raise RuntimeError(f"{self._file.name}: the header of {self.count} entries has another length")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def _header(self) -> int:
+        """Write the header; returns the byte at which the data begin."""
+        self._file.seek(0)
+        about = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.count,)}
+        np.lib.format.write_array_header_1_0(self._file, about)
+        return self._file.tell()
+
+    def append(self, values: np.ndarray) -> None:
+        data = np.ascontiguousarray(values, dtype=self.dtype).tobytes()
+        self._file.write(data)
+        self.hash.update(data)
+        self.count += len(values)
 
 
-def _choose(
-    documents: "Dataset", split: str, settings: DataSettings, tokenizer: Any
-) -> tuple[list[Row], dict[str, _Tally]]:
-    """Rows of one split: documents in a seeded order, until the domain's cap on tokens is reached."""
-    caps = settings.train_tokens if split == "train" else settings.held_out_tokens
-    splits, domains = np.asarray(documents["split"]), np.asarray(documents["domain"])
-    rows: list[Row] = []
-    tallies = {domain: _Tally() for domain in sorted(set(domains[splits == split]))}
-    for number, (domain, tally) in enumerate(tallies.items()):
-        cap = caps.get(domain)
-        chosen = np.flatnonzero((splits == split) & (domains == domain))
-        np.random.default_rng([settings.seed, number]).shuffle(chosen)
-        with ticker(f"prepare {split}/{domain}", len(chosen), "documents") as progress:
-            for first in range(0, len(chosen), TEXTS_AT_ONCE):
-                some = documents.select(chosen[first : first + TEXTS_AT_ONCE])
-                for row in _tokenise(some, tokenizer, settings, tally):
-                    if cap is not None and tally.tokens + len(row.token_ids) > cap:
-                        break
-                    tally.add(row)
-                    rows.append(row)
-                else:
-                    progress.advance(len(some))
-                    continue
-                break
-    return rows, {str(domain): tally for domain, tally in tallies.items()}
-
-
-def _tokenise(documents: "Dataset", tokenizer: Any, settings: DataSettings, tally: _Tally) -> Iterator[Row]:
-    """The rows of some documents in their order; what cannot be used is counted in `tally.drops`."""
-    plain = [document["text"] for document in documents if document["text"] is not None]
-    encoded = iter(tokenizer(plain, verbose=False)["input_ids"] if plain else ())
-    for document in documents:
-        for piece in _pieces(document, encoded, tokenizer, settings, tally):
-            yield Row(piece.token_ids, piece.supervised, document["domain"], document["document"])
-
-
-def _pieces(
-    document: Any, encoded: Iterator[list[int]], tokenizer: Any, settings: DataSettings, tally: _Tally
-) -> Iterator[Rendered]:
-    try:
-        if document["text"] is not None:
-            whole = windows(next(encoded), tokenizer, settings.max_length)
-        else:
-            whole = render(
-                document["messages"],
-                tokenizer,
-                document.get("tools"),
-                turns=settings.turns,
-                train_on=settings.train_on,
-                reasoning=settings.reasoning,
-            )
-    except UnusableError as reason:
-        tally.drops[str(reason)] += 1
-        return
-    for piece in whole:
-        if len(piece.token_ids) < 2:
-            tally.drops["fewer than two tokens"] += 1
-            continue
-        try:
-            row = cut(piece, settings.max_length)
-        except UnusableError as reason:
-            tally.drops[str(reason)] += 1
-            continue
-        yield row
-        tally.masks[row.how] += 1  # here, so that a row beyond the cap, after which nobody asks again, is not counted
-
-
-def windows(ids: list[int], tokenizer: Any, max_length: int) -> list[Rendered]:
-    """A text's tokens in windows of at most `max_length`, each begun as the tokenizer begins a text (with BOS or not).
-
-    The last is ended by EOS. Every token but the first of a window is supervised.
-    """
-    begin = ids[:1] if ids[:1] == [tokenizer.bos_token_id] else []
-    body = list(ids[len(begin) :])
-    if not body:
-        return [_window(begin)]
-    if tokenizer.eos_token_id is not None and body[-1] != tokenizer.eos_token_id:
-        body.append(tokenizer.eos_token_id)
-    room = max_length - len(begin)
-    return [_window(begin + body[first : first + room]) for first in range(0, len(body), room)]
-
-
-def _window(ids: list[int]) -> Rendered:
-    supervised = np.ones(len(ids), dtype=bool)
-    supervised[:1] = False
-    return Rendered(np.asarray(ids, dtype=np.int32), supervised)
-
-
-def write_rows(rows: list[Row], folder: Path, settings: DataSettings, tokenizer: str) -> None:
-    """Write one split. `tokenizer` is its digest. `rows.json` comes last: a folder without it is not prepared."""
+def write_rows(rows: Iterable[Row], folder: Path, settings: "DataSettings", tokenizer: str) -> None:
+    """Write one split, row by row. `tokenizer` is its digest. `rows.json` comes last: without it nothing is prepared."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.json").unlink(missing_ok=True)
-    domains = sorted({row.domain for row in rows})
-    documents = sorted({row.document for row in rows})
-    document_of = {name: index for index, name in enumerate(documents)}
-    arrays = {
-        "token_ids": np.concatenate([row.token_ids for row in rows]),
-        "supervised": np.concatenate([row.supervised for row in rows]),
-        "offsets": np.cumsum([0, *(len(row.token_ids) for row in rows)], dtype=np.int64),
-        "domain_of": np.asarray([domains.index(row.domain) for row in rows], dtype=np.uint8),
-        "document_of": np.asarray([document_of[row.document] for row in rows], dtype=np.uint32),
-    }
+    offsets, name_offsets, domain_of = array("q", [0]), array("q", [0]), array("H")
+    seen: dict[str, int] = {}
+    with ExitStack() as stack:
+        columns = (("token_ids", np.int32), ("supervised", np.bool_), ("names", np.uint8))
+        ids, supervised, names = (
+            stack.enter_context(_Column(folder / f"{name}.npy", dtype)) for name, dtype in columns
+        )
+        for row in rows:
+            ids.append(row.token_ids)
+            supervised.append(row.supervised)
+            names.append(np.frombuffer(row.document.encode(), dtype=np.uint8))
+            offsets.append(ids.count)
+            name_offsets.append(names.count)
+            domain_of.append(seen.setdefault(row.domain, len(seen)))
+    domains = sorted(seen)
+    place = np.asarray([domains.index(name) for name in seen], dtype=np.uint16)
+    small = dict(zip(OF_EACH_ROW, (np.asarray(offsets), place[np.asarray(domain_of)], name_offsets), strict=True))
+    for name, column in small.items():
+        publish(folder / f"{name}.npy", lambda path, column=column: _save(path, column))  # type: ignore[misc]
     content = xxhash.xxh3_128(json.dumps(domains).encode())
-    for name, array in arrays.items():
-        content.update(np.ascontiguousarray(array).data)
-        publish(folder / f"{name}.npy", lambda path, array=array: _save(path, array))  # type: ignore[misc]
+    for part in (ids.hash.digest(), supervised.hash.digest(), small["offsets"].tobytes(), small["domain_of"].tobytes()):
+        content.update(part)
     about = {
         "schema": SCHEMA,
         "digest": content.hexdigest(),
         "tokenizer": tokenizer,
-        "settings": settings.model_dump(mode="json"),
+        "settings": settings.model_dump(mode="json", exclude=SPEED),
         "domains": domains,
-        "documents": documents,
     }
     publish_json(folder / "rows.json", about)
 
 
-def _save(path: Path, array: np.ndarray) -> None:
+def _save(path: Path, values: Sequence[int] | np.ndarray) -> None:
     with path.open("wb") as file:
-        np.save(file, array)
+        np.save(file, np.asarray(values))

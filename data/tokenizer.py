@@ -6,12 +6,14 @@ Knows the special tokens and the template. Does not know how rows are cut or mas
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.data.documents import TRAIN
 from draftsmith.errors import UserError
 from draftsmith.files import digest
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
+
+    from draftsmith.data.documents import Documents
 
 END_OF_TEXT, PAD, USER, ASSISTANT, SYSTEM, END = SPECIALS = (
     "<|endoftext|>",
@@ -34,7 +36,7 @@ CHAT_TEMPLATE = (
 BYTES = 256
 
 
-def train_tokenizer(documents: "Dataset", size: int) -> "PreTrainedTokenizerFast":
+def train_tokenizer(documents: "Documents", size: int) -> "PreTrainedTokenizerFast":
     """A tokenizer of `size` entries trained on the train split of `documents` (see `load_documents`).
 
     <|endoftext|> is both beginning and end of a text, and is put before every text; <|end|> ends a turn.
@@ -85,11 +87,10 @@ def _backend(tokenizer: Any) -> str:
     )
 
 
-def _texts(documents: "Dataset") -> Iterator[str]:
-    for document in documents:
-        if document["split"] != "train":
-            continue
-        if document["text"] is not None:
-            yield document["text"]
-        for message in document["messages"] or ():
+def _texts(documents: "Documents") -> Iterator[str]:
+    for index in map(int, documents.indices(TRAIN)):
+        document = documents[index]
+        if document.text is not None:
+            yield document.text
+        for message in document.messages or ():
             yield message["content"] or ""

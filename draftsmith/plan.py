@@ -122,14 +122,10 @@ def _prepared_rows(config: Config) -> tuple[int, int]:
 def _expected_rows(config: Config) -> tuple[int, int] | None:
     """Rows and tokens before anything is prepared, from the caps; None where a domain may have none."""
     data = config.data
-    domains = {
-        domain
-        for source in data.sources
-        for domain in (source.domains if source.kind == "python" else (source.domain,))
-    }
+    domains = {domain for source in data.sources for domain in source.possible_domains()}
     if not domains or not all(domain in data.train_tokens for domain in domains):
         return None
-    tokens = sum(data.train_tokens[str(domain)] for domain in domains)
+    tokens = sum(data.train_tokens[domain] for domain in domains)
     return -(-tokens // data.max_length), tokens
 
 

@@ -26,9 +26,8 @@ from draftsmith.run import Unit, stamp
 from draftsmith.tracking import Tracking
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
     from draftsmith.data.cache.reader import CacheReader
+    from draftsmith.data.documents import Documents
     from draftsmith.data.rows import Rows
     from draftsmith.eval.acceptance import PlainRuns
     from draftsmith.eval.drafters import Drafter
@@ -38,13 +37,14 @@ STAGES = ("target", "prepare", "cache", "distill", "train-eagle", "eval-acceptan
 TRAINED = "distilled"  # the draft LM's name; its starting point is "untrained"
 TRAINING_INPUTS = ("target", "prepare", "cache")  # the held-out rows choose the weights that are kept
 # Settings that change how fast a stage is and not what it makes: to change one is no reason to run again.
-SPEED = {"cache": {"batch_tokens"}}
+SPEED = {"cache": {"batch_tokens"}, "data": {"workers"}}
 
 
 def stage_units(config: Config, work: "Work") -> list[Unit]:
     """All units of a config in an order in which each comes after its inputs."""
     resolved = config.model_dump(mode="json")
-    data, seed = resolved["data"] | {"content": data_content(config)}, config.seed
+    of_data = {key: value for key, value in resolved["data"].items() if key not in SPEED["data"]}
+    data, seed = of_data | {"content": data_content(config)}, config.seed
     of_cache = {key: value for key, value in resolved["cache"].items() if key not in SPEED["cache"]}
     units = [
         _target_unit(config, work, data),
@@ -119,10 +119,9 @@ def data_content(config: Config) -> list[str]:
     for source in config.data.sources:
         if source.kind == "python":
             marks.append(f"python {platform.python_version()}")
-        elif source.kind == "hub":
-            marks.append("hub")
         else:
-            marks.append(stamp(Path(source.path or "").expanduser(), content=True))
+            path = Path(source.path or "").expanduser()  # what is not here and of kind "hub" is on the hub
+            marks.append("hub" if source.kind == "hub" and not path.exists() else stamp(path, content=True))
     return marks
 
 
@@ -152,10 +151,10 @@ class Work:
         return "cpu"
 
     @functools.cached_property
-    def documents(self) -> "Dataset":
+    def documents(self) -> "Documents":
         from draftsmith.data.corpus import load_documents
 
-        return load_documents(self.config.data)
+        return load_documents(self.config.data, self.run)
 
     @functools.cached_property
     def target(self) -> "Target":
@@ -206,7 +205,8 @@ class Work:
 
     def train_target(self) -> None:
         """Tokenizer, rows of the whole corpus, weights."""
-        from draftsmith.data.rows import Rows, prepare
+        from draftsmith.data.prepare import prepare
+        from draftsmith.data.rows import Rows
         from draftsmith.data.tokenizer import train_tokenizer
         from draftsmith.train.pretrain import pretrain
 
@@ -234,10 +234,12 @@ class Work:
 
     def prepare(self) -> None:
         """Rows with loss masks, cut as the target's tokenizer says."""
-        from draftsmith.data.rows import prepare
+        from draftsmith.data.prepare import prepare
 
         summary = prepare(self.config.data, self.tokenizer, self.run / "rows", self.documents)
         Console().print(rows_table(summary))
+        for line in notes(summary):
+            self.say(line)
 
     def cache(self) -> None:
         """What the target knows about the rows, on disk."""
@@ -372,3 +374,19 @@ def rows_table(summary: dict[str, Any]) -> Table:
             numbers = (f"{counts['rows']:,}", f"{counts['tokens']:,}", f"{counts['supervised_share']:.1%}")
             table.add_row(split, domain, *numbers, drops, end_section=domain == "all")
     return table
+
+
+def notes(summary: dict[str, Any]) -> list[str]:
+    """What `prepare` has to say beside the table: rows that never became documents, and prompts that are no strangers."""
+    about, found = summary["documents"], summary["contamination"]
+    lines = []
+    for reason, count in about["drops"].items():
+        first = about["first"].get(reason)
+        lines.append(
+            f"prepare: {count:,} of {about['read']:,} dropped: {reason}" + (f", first {first}" if first else "")
+        )
+    if found["repeated"]:
+        lines.append(
+            f"prepare: warning: {found['repeated']:,} of {found['prompts']:,} held-out prompts also begin training rows"
+        )
+    return lines

@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from kit import CHAT_TEMPLATE, tiny_tokenizer
 from templates import CHATML, CHATML_OPENING, FAMILIES, HEADERS, HIDING, INSTRUCT, MODEL, family_tokenizer
 
 from draftsmith.data.chat import Rendered, UnusableError, generation_prompt, render
 from draftsmith.data.corpus import DataSettings, Source
-from draftsmith.data.rows import Rows, prepare
+from draftsmith.data.prepare import prepare
+from draftsmith.data.rows import Rows
+from draftsmith.errors import UserError
 
 USER, ANSWER = {"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "the sum"}
 AGAIN, LATER = {"role": "user", "content": "and now?"}, {"role": "assistant", "content": "a fox"}
@@ -199,43 +203,87 @@ def test_answer_that_is_reasoning_alone_is_blank_without_it() -> None:
         render([USER, only_thought], family_tokenizer(CHATML), reasoning="drop")
 
 
+def sharegpt(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    names = {"user": "human", "assistant": "gpt"}
+    return [{"from": names[message["role"]], "value": message["content"]} for message in messages]
+
+
 SCHEMAS = {
-    "messages": lambda question, answer: {"messages": [{**USER, "content": question}, INLINE, AGAIN, answer]},
-    "conversations": lambda question, answer: {
-        "conversations": [
-            {"from": "human", "value": question},
-            {"from": "gpt", "value": INLINE["content"]},
-            {"from": "human", "value": AGAIN["content"]},
-            {"from": "gpt", "value": answer["content"]},
-        ]
-    },
+    "messages": lambda chat: {"messages": chat},
+    "conversations": lambda chat: {"conversations": sharegpt(chat)},
+    "prompt": lambda chat: {"prompt": chat[:-1], "completion": chat[-1:]},
 }
+PATHS = ("json", "parquet", "hub", "streaming")
 
 
-def prepared(folder: Path, kind: str, **options: Any) -> tuple[list[list[int]], list[list[bool]], dict[str, Any]]:
-    """(ids, masks, summary) of twelve conversations of a schema, prepared from a file with these options."""
+def source(folder: Path, schema: str, path: str) -> Source:
+    """Twelve conversations of a schema, as one kind of source."""
+    rows = [SCHEMAS[schema]([{**USER, "content": f"what is {n}?"}, INLINE, AGAIN, LATER]) for n in range(12)]
+    if path == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+        return Source(kind="parquet", path=str(folder / "rows.parquet"))
+    (folder / "source").mkdir()
+    (folder / "source" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if path == "json":
+        return Source(kind="json", path=str(folder / "source" / "train.jsonl"))
+    return Source(kind="hub", path=str(folder / "source"), streaming=path == "streaming")
+
+
+def prepared(
+    folder: Path, schema: str = "messages", path: str = "json", **options: Any
+) -> tuple[list[list[int]], list[list[bool]], dict[str, Any]]:
+    """(ids, masks, summary) of the training rows of a source, prepared with these options."""
     folder.mkdir()
-    lines = [json.dumps(SCHEMAS[kind](f"what is {number}?", LATER)) + "\n" for number in range(12)]
-    (folder / "rows.jsonl").write_text("".join(lines))
-    source = Source(kind="json", path=str(folder / "rows.jsonl"))
-    settings = DataSettings(sources=(source,), max_length=200, held_out=0.2, **options)
+    settings = DataSettings(sources=(source(folder, schema, path),), max_length=200, held_out=0.2, **options)
     summary = prepare(settings, family_tokenizer(HEADERS), folder / "rows")
     rows = sorted(Rows.open(folder / "rows", "train"), key=lambda row: row.token_ids.tolist())
     return [row.token_ids.tolist() for row in rows], [row.supervised.tolist() for row in rows], summary
 
 
-@pytest.mark.parametrize("kind", SCHEMAS)
-def test_each_option_acts_on_prepared_rows(kind: str, tmp_path: Path) -> None:
-    ids, masks, summary = prepared(tmp_path / "all", kind)
+@pytest.mark.parametrize(("schema", "path"), [*((s, "json") for s in SCHEMAS), *(("messages", p) for p in PATHS[1:])])
+def test_each_option_acts_on_the_rows_of_every_kind_of_source(
+    schema: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    ids, masks, summary = prepared(tmp_path / "all", schema, path)
     assert summary["train"]["masks"] == {"difference": summary["train"]["rows"]}
-    last_ids, last, _ = prepared(tmp_path / "last", kind, turns="last")
+    last_ids, last, _ = prepared(tmp_path / "last", schema, path, turns="last")
     assert last_ids == ids
-    assert sum(map(sum, last)) < sum(map(sum, masks))
-    text_ids, text, _ = prepared(tmp_path / "text", kind, train_on="text")
+    assert all(0 < sum(a) < sum(b) for a, b in zip(last, masks, strict=True))
+    text_ids, text, _ = prepared(tmp_path / "text", schema, path, train_on="text")
     assert text_ids == ids
     assert all(mask == [False] + [True] * (len(mask) - 1) for mask in text)
-    short, _, _ = prepared(tmp_path / "drop", kind, reasoning="drop")
+    short, _, _ = prepared(tmp_path / "drop", schema, path, reasoning="drop")
     assert all(len(a) < len(b) for a, b in zip(short, ids, strict=True))
+
+
+def test_options_act_on_rows_that_come_with_their_masks_or_are_refused(tmp_path: Path) -> None:
+    rows = [{"token_ids": [n + 6, 7, 8, 9, 10], "loss_mask": [0, 1, 0, 1, 1]} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    from_file = (Source(kind="json", path=str(tmp_path / "rows.jsonl")),)
+
+    def masks(**options: Any) -> set[tuple[bool, ...]]:
+        prepare(DataSettings(sources=from_file, held_out=0.2, **options), tiny_tokenizer(), tmp_path / "rows")
+        return {tuple(row.supervised.tolist()) for row in Rows.open(tmp_path / "rows", "train")}
+
+    assert masks() == {(False, True, False, True, True)}
+    assert masks(turns="last") == {(False, False, False, True, True)}
+    assert masks(train_on="text") == {(False, True, True, True, True)}
+    with pytest.raises(UserError, match=r"data\.reasoning: drop cannot find the reasoning"):
+        masks(reasoning="drop")
+
+
+def test_rows_of_one_group_fall_on_one_side_of_the_split(tmp_path: Path) -> None:
+    rows = [{"token_ids": [6, 7, n + 8], "loss_mask": [0, 1, 1], "group": f"chat {n // 3}"} for n in range(30)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = DataSettings(sources=(Source(kind="json", path=str(tmp_path / "rows.jsonl")),), held_out=0.5)
+    prepare(settings, tiny_tokenizer(), tmp_path / "rows")
+    groups = [
+        {(int(row.token_ids[-1]) - 8) // 3 for row in Rows.open(tmp_path / "rows", split)}
+        for split in ("train", "held_out")
+    ]
+    assert groups[0] | groups[1] == set(range(10))
+    assert not groups[0] & groups[1]
 
 
 def test_sharegpt_and_messages_of_one_chat_give_identical_rows(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from kit import tiny_tokenizer
 from transformers import AutoTokenizer
 
 from draftsmith.data.corpus import DataSettings, Source, load_documents
-from draftsmith.data.rows import Rows, prepare, windows
+from draftsmith.data.prepare import prepare
+from draftsmith.data.rows import Rows
+from draftsmith.data.tokenise import windows
 from draftsmith.data.tokenizer import SPECIALS, tokenizer_digest, train_tokenizer
 from draftsmith.errors import UserError
 

@@ -54,7 +54,7 @@ def test_an_unknown_key_names_the_file_the_field_and_the_nearest_valid_key(
         ("seed: abc", "seed: must be a valid integer"),
         (
             "data: {sources: [{kind: pyton}]}",
-            "data.sources.0.kind: must be 'python', 'json', 'text' or 'hub', got 'pyton'",
+            "data.sources.0.kind: must be 'python', 'json', 'parquet', 'text' or 'hub', got 'pyton'",
         ),
         ("cache: 5", "cache: must be"),
         ("cache: {taps: many}", "cache.taps: must be 'auto'"),
