@@ -117,6 +117,17 @@ def prepare(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def regenerate(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Have the target itself answer the conversations of the data, here or through a server."""
+    from draftsmith.stages import Work
+
+    loaded = _load(config, overrides)
+    if loaded.config.regenerate.base_url is None:
+        _run(loaded, "target")
+    Work(loaded.config, say).regenerate()
+
+
+@app.command()
 def cache(config: ConfigPath, overrides: Overrides = None) -> None:
     """Write the target's distributions and hidden states to disk."""
     _run(_load(config, overrides), "cache")
