@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
-import xxhash
 from pydantic import Field, PositiveInt, model_validator
 
 from draftsmith.data.documents import HELD_OUT, SPLITS, TRAIN, Documents
+from draftsmith.data.seen import Seen
 from draftsmith.data.sources import read_source
 from draftsmith.errors import UserError
 from draftsmith.settings import Settings
@@ -92,7 +92,7 @@ def load_documents(settings: DataSettings, folder: Path | None = None) -> Docume
     a usable row, or when nothing is left to train on.
     """
     documents = Documents(folder)
-    seen: set[int] = set()
+    seen = Seen()
     sides = [_append_source(source, documents, seen, settings.held_out) for source in settings.sources]
     if not len(documents):
         raise UserError(f"data.sources: no documents in {_names(settings)}; give a source that has text")
@@ -110,15 +110,13 @@ def share(group: str) -> float:
     return int.from_bytes(hashlib.sha256(group.encode()).digest()[:8], "big") / 2**64
 
 
-def _append_source(source: Source, documents: Documents, seen: set[int], held_out: float) -> np.ndarray:
+def _append_source(source: Source, documents: Documents, seen: Seen, held_out: float) -> np.ndarray:
     """Append the documents of a source that were not seen before. Returns the side of each, uint8 [documents]."""
     shares = array("d")
     for document in read_source(source, documents):
-        key = xxhash.xxh3_128_intdigest(document.content().encode())
-        if key in seen:
+        if not seen.add(document.content().encode()):
             documents.drop("duplicate document")
             continue
-        seen.add(key)
         documents.append(document)
         shares.append(share(document.group))
     return _sides(np.asarray(shares), held_out)

@@ -8,7 +8,7 @@ import os
 import tempfile
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +74,7 @@ class Documents:
         if line:
             self.first.setdefault(reason, line)
 
-    def close(self, splits: np.ndarray) -> None:
+    def close(self, splits: Sequence[int] | np.ndarray) -> None:
         """End the writing. splits: the side of each document, as index into SPLITS."""
         self._file.flush()
         self.splits = np.asarray(splits, dtype=np.uint8)

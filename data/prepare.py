@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from draftsmith.data.contamination import repeated_prompts
 from draftsmith.data.corpus import DataSettings, load_documents
 from draftsmith.data.documents import HELD_OUT, SPLITS, TRAIN, Documents
 from draftsmith.data.rows import Row, Rows, write_rows
+from draftsmith.data.seen import Seen
 from draftsmith.data.tokenise import Tokenise, Tokeniser, chunks, tokenising
 from draftsmith.data.tokenizer import tokenizer_digest
 from draftsmith.errors import UserError
@@ -63,7 +63,7 @@ def prepare(settings: DataSettings, tokenizer: Any, folder: Path, documents: Doc
     if documents is None:
         documents = load_documents(settings, folder)
     summary: dict[str, Any] = {"tokenizer": tokenizer_digest(tokenizer), "documents": documents.summary()}
-    seen: set[int] = set()
+    seen = Seen()
     with tokenising(Tokeniser(tokenizer, settings), len(documents), settings.workers) as tokenise:
         for split in SPLITS:
             chosen = _Choice(documents, split, settings, tokenise, seen)
@@ -101,7 +101,7 @@ class _Choice:
     """The rows of one split: documents in a seeded order, until the domain's cap on tokens is reached."""
 
     def __init__(
-        self, documents: Documents, split: str, settings: DataSettings, tokenise: Tokenise, seen: set[int]
+        self, documents: Documents, split: str, settings: DataSettings, tokenise: Tokenise, seen: Seen
     ) -> None:
         self.documents, self.split, self.settings, self.tokenise = documents, split, settings, tokenise
         self.seen = seen  # rows that are in this or an earlier split
@@ -126,7 +126,7 @@ class _Choice:
             unit = self._next_unit()
             for piece in done.rows:
                 row = Row(piece.token_ids, piece.supervised, domain, done.name)
-                if not self._is_new(row):
+                if not self.seen.add(row.token_ids.tobytes(), row.supervised.tobytes()):
                     tally.drops["duplicate row"] += 1
                     continue
                 if cap is not None and tally.tokens + len(row.token_ids) > cap:
@@ -138,13 +138,6 @@ class _Choice:
 
     def _next_unit(self) -> int:
         return self.units[-1] + 1 if self.units else 0
-
-    def _is_new(self, row: Row) -> bool:
-        content = xxhash.xxh3_64(row.token_ids.tobytes())
-        content.update(row.supervised.tobytes())
-        size = len(self.seen)
-        self.seen.add(content.intdigest())
-        return len(self.seen) > size
 
     def summary(self) -> dict[str, Any]:
         """Counts of the whole split and of each domain."""

@@ -23,6 +23,12 @@ SUPERVISED = "bold green"
 CONTEXT = "dim"
 SPECIAL = "cyan"  # special tokens, bold where they are supervised
 OPEN, CLOSE = "⟦", "⟧"  # around supervised spans where there is no colour
+ORIGINS = {  # of a mask: `Rendered.how` in words
+    "marks": "by the template's marks",
+    "difference": "by difference of renderings",
+    "text": "of whole texts",
+    "given": "as given",
+}
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what would move a terminal's cursor or change its state
 
 
@@ -53,7 +59,7 @@ def print_masks(config: Config, split: str, count: int, domain: str | None = Non
 
 def mask_line(counts: dict[str, Any]) -> str:
     """Rows, supervised share and where the masks come from, of what `prepare` noted for a domain."""
-    masks = ", ".join(f"{number:,} by {how}" for how, number in counts["masks"].items())
+    masks = ", ".join(f"{number:,} {ORIGINS[how]}" for how, number in counts["masks"].items())
     return f"{counts['rows']:,} rows, {counts['supervised_share']:.1%} of the tokens supervised; masks: {masks}"
 
 

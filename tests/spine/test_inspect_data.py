@@ -96,9 +96,10 @@ def test_samples_of_each_domain_come_with_share_and_origin_of_their_masks(
     assert code == 0
     summary = json.loads((run.parent / "runs/x/rows/summary.json").read_text())["train"]["domains"]
     chat, prose = summary["chat"], summary["prose"]
-    expected = f"chat: {chat['rows']} rows, {chat['supervised_share']:.1%} of the tokens supervised; masks: {chat['rows']} by marks"
+    share = f"{chat['supervised_share']:.1%} of the tokens supervised"
+    expected = f"chat: {chat['rows']} rows, {share}; masks: {chat['rows']} by the template's marks"
     assert expected in out.replace("\n", " ")
-    assert f"masks: {prose['rows']} by text" in out.replace("\n", " ")
+    assert f"masks: {prose['rows']} of whole texts" in out.replace("\n", " ")
     assert out.count("⟦the sum<|end|>⟧") == 2
     assert "generation" in CHAT_TEMPLATE
 
