@@ -213,7 +213,7 @@ class ServerEngine:
             response = self._client.post("chat/completions", json=body)
         except httpx.TimeoutException:
             return None, "timeout", 0.0
-        except (httpx.TransportError, RuntimeError) as error:  # the second: the client is closed, we are stopping
+        except (httpx.RequestError, RuntimeError) as error:  # the second: the client is closed, we are stopping
             return None, f"no connection ({type(error).__name__})", 0.0
         status = response.status_code
         if status in RETRIED or status >= 500:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+from transformers import BatchEncoding
 
 from draftsmith.data.chat import Rendered, UnusableError, cut, render, template_ids
 from draftsmith.errors import UserError
@@ -148,6 +149,15 @@ def test_tokenizer_without_template_is_one_clear_error() -> None:
         render([USER, ANSWER], tiny_tokenizer(None))
 
 
-@pytest.mark.parametrize("wrap", [lambda ids: ids, lambda ids: [ids], lambda ids: {"input_ids": ids}, np.asarray])
+WRAPPINGS = [
+    lambda ids: ids,
+    lambda ids: [ids],
+    lambda ids: {"input_ids": ids},
+    lambda ids: BatchEncoding({"input_ids": [ids]}),
+    np.asarray,
+]
+
+
+@pytest.mark.parametrize("wrap", WRAPPINGS)
 def test_whatever_a_template_call_returns_the_ids_are_the_same(wrap: Any) -> None:
     assert template_ids(wrap([3, 1, 2])) == [3, 1, 2]
