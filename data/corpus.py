@@ -6,7 +6,7 @@ Knows sources, duplicates and the held-out split. Does not know formats, tokeniz
 import hashlib
 from array import array
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
@@ -83,6 +83,10 @@ class DataSettings(Settings):
                 have = ", ".join(sorted(known)) or "none"
                 raise ValueError(f"{name}: no source has the domain {unknown[0]!r} (there are: {have}); correct it")
         return self
+
+    def lasting(self) -> dict[str, Any]:
+        """The settings that rows depend on, as JSON."""
+        return self.model_dump(mode="json", exclude={"workers"})
 
 
 def load_documents(settings: DataSettings, folder: Path | None = None) -> Documents:

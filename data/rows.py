@@ -25,8 +25,6 @@ SCHEMA = 2
 # The columns of a row folder whose entries are one number a row; `token_ids`, `supervised`, `names` are one a token or byte.
 OF_EACH_ROW = ("offsets", "domain_of", "name_offsets")
 BUFFER = 1 << 20
-# Settings that change how fast rows are made and not what they are.
-SPEED = {"workers"}
 
 
 class Row(NamedTuple):
@@ -181,7 +179,7 @@ def write_rows(rows: Iterable[Row], folder: Path, settings: "DataSettings", toke
         "schema": SCHEMA,
         "digest": content.hexdigest(),
         "tokenizer": tokenizer,
-        "settings": settings.model_dump(mode="json", exclude=SPEED),
+        "settings": settings.lasting(),
         "domains": domains,
     }
     publish_json(folder / "rows.json", about)

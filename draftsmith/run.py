@@ -214,7 +214,10 @@ def _mark(path: Path) -> str | None:
     if not path.is_file():
         return None
     size = path.stat().st_size
-    return f"{size} {xxhash.xxh3_64_hexdigest(path.read_bytes())}" if size <= DIGESTED_BYTES else str(size)
+    if size > DIGESTED_BYTES:
+        return str(size)
+    with path.open("rb") as stream:
+        return f"{size} {hashlib.file_digest(stream, xxhash.xxh3_64).hexdigest()}"
 
 
 def _yaml(values: dict[str, Any]) -> str:

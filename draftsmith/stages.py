@@ -37,14 +37,13 @@ STAGES = ("target", "prepare", "cache", "distill", "train-eagle", "eval-acceptan
 TRAINED = "distilled"  # the draft LM's name; its starting point is "untrained"
 TRAINING_INPUTS = ("target", "prepare", "cache")  # the held-out rows choose the weights that are kept
 # Settings that change how fast a stage is and not what it makes: to change one is no reason to run again.
-SPEED = {"cache": {"batch_tokens"}, "data": {"workers"}}
+SPEED = {"cache": {"batch_tokens"}}
 
 
 def stage_units(config: Config, work: "Work") -> list[Unit]:
     """All units of a config in an order in which each comes after its inputs."""
     resolved = config.model_dump(mode="json")
-    of_data = {key: value for key, value in resolved["data"].items() if key not in SPEED["data"]}
-    data, seed = of_data | {"content": data_content(config)}, config.seed
+    data, seed = config.data.lasting() | {"content": data_content(config)}, config.seed
     of_cache = {key: value for key, value in resolved["cache"].items() if key not in SPEED["cache"]}
     units = [
         _target_unit(config, work, data),
@@ -121,7 +120,10 @@ def data_content(config: Config) -> list[str]:
             marks.append(f"python {platform.python_version()}")
         else:
             path = Path(source.path or "").expanduser()  # what is not here and of kind "hub" is on the hub
-            marks.append("hub" if source.kind == "hub" and not path.exists() else stamp(path, content=True))
+            try:
+                marks.append("hub" if source.kind == "hub" and not path.exists() else stamp(path, content=True))
+            except OSError as error:
+                raise UserError(f"data.sources: {path} cannot be read ({error}); give readable files") from error
     return marks
 
 
