@@ -13,7 +13,7 @@ STAGES := target prepare cache distill train-eagle eval-acceptance
 FIND_PYTHON = for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done
 
-.PHONY: help setup demo $(STAGES) plan show-mask report test test-long lint format types clean
+.PHONY: help setup demo $(STAGES) plan show-mask regenerate report test test-long lint format types clean
 .PHONY: bench-decode bench-cache bench-cache-speed study-distill
 .DEFAULT_GOAL := help
 
@@ -22,6 +22,7 @@ help:
 	@echo "make test, test-long   the tests; the long ones are minutes of sampling"
 	@echo "make STAGE             one of: $(STAGES); with CONFIG=FILE and ARGS=\"key.sub=value ...\""
 	@echo "make plan, show-mask   what would run, and prepared samples with their masks; with CONFIG=FILE"
+	@echo "make regenerate        answers of the target itself to the questions of the data; with CONFIG=FILE"
 	@echo "make report RUN=DIR    rebuilds the report of a run"
 	@echo "make bench-decode      the decoder against transformers, trees, costs; on a finished demo"
 	@echo "make bench-cache       cache codecs: bytes, speed, acceptance of drafts trained on them; half an hour, goes on where it stopped"
@@ -41,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/draftsmith demo $(ARGS)
 
-$(STAGES) plan show-mask: setup
+$(STAGES) plan show-mask regenerate: setup
 	$(BIN)/draftsmith $@ $(CONFIG) $(ARGS)
 
 bench-decode: setup

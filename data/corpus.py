@@ -70,6 +70,9 @@ class DataSettings(Settings):
     )  # cap per domain; one without a cap is taken whole
     held_out_tokens: dict[str, PositiveInt] = Field(default_factory=dict)
     seed: int = Field(0, ge=0)
+    turns: Literal["all", "last"] = "all"  # of a conversation: supervise every answer, or the last alone
+    train_on: Literal["answers", "text"] = "answers"  # text: every token but the first is supervised
+    reasoning: Literal["keep", "drop"] = "keep"  # drop: reasoning is taken out of the messages before rendering
     workers: int = Field(0, ge=0)
 
     @model_validator(mode="after")

@@ -35,6 +35,7 @@ class _Tally:
     tokens: int = 0
     supervised: int = 0
     drops: Counter[str] = field(default_factory=Counter)
+    masks: Counter[str] = field(default_factory=Counter)  # rows by where their mask comes from (see `Rendered.how`)
 
     def add(self, row: Row) -> None:
         self.rows += 1
@@ -48,6 +49,7 @@ class _Tally:
             "tokens": self.tokens,
             "supervised_share": share,
             "drops": dict(sorted(self.drops.items())),
+            "masks": dict(sorted(self.masks.items())),
         }
 
 
@@ -62,7 +64,7 @@ def prepare(settings: DataSettings, tokenizer: Any, folder: Path, documents: Doc
         documents = load_documents(settings, folder)
     summary: dict[str, Any] = {"tokenizer": tokenizer_digest(tokenizer), "documents": documents.summary()}
     seen = Seen()
-    with tokenising(Tokeniser(tokenizer, settings.max_length), len(documents), settings.workers) as tokenise:
+    with tokenising(Tokeniser(tokenizer, settings), len(documents), settings.workers) as tokenise:
         for split in SPLITS:
             chosen = _Choice(documents, split, settings, tokenise, seen)
             spool = folder / SPOOL
@@ -130,6 +132,7 @@ class _Choice:
                 if cap is not None and tally.tokens + len(row.token_ids) > cap:
                     return
                 self.units.append(unit if done.together else self._next_unit())
+                tally.masks[piece.how] += 1
                 yield row
             advance(1)
 
@@ -144,4 +147,5 @@ class _Choice:
             whole.tokens += tally.tokens
             whole.supervised += tally.supervised
             whole.drops.update(tally.drops)
+            whole.masks.update(tally.masks)
         return whole.counts() | {"domains": {domain: tally.counts() for domain, tally in sorted(self.tallies.items())}}

@@ -109,7 +109,8 @@ def _document(place: str, row: Any, source: "Source") -> Document:
         raise RowError("half a surrogate pair", message) from error
     except (RecursionError, TypeError, ValueError) as error:
         raise RowError("not JSON", f"a message holds what JSON cannot ({error})") from error
-    return document._replace(group=group)
+    stated = row.get("group")  # several rows of one conversation say so
+    return document._replace(group=stated if isinstance(stated, str) else group)
 
 
 def _json(file: Path, name: str) -> Iterator[Record]:

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.data.chat import Rendered, UnusableError, cut, render
+from draftsmith.data.chat import Rendered, UnusableError, cut, everything, given, render
+from draftsmith.data.corpus import DataSettings
 from draftsmith.data.documents import Document, Documents
 from draftsmith.errors import UserError
 
@@ -37,10 +38,11 @@ Tokenise = Callable[[Chunks], Iterator[Tokenised]]
 
 
 class Tokeniser:
-    """What turns documents into rows: a tokenizer and the length of a row."""
+    """What turns documents into rows: a tokenizer, the length of a row, and which of its tokens are supervised."""
 
-    def __init__(self, tokenizer: Any, max_length: int) -> None:
-        self.tokenizer, self.max_length = tokenizer, max_length
+    def __init__(self, tokenizer: Any, settings: DataSettings) -> None:
+        self.tokenizer, self.settings = tokenizer, settings
+        self.max_length = settings.max_length
         self.vocabulary = len(tokenizer)
 
     def __call__(self, documents: Sequence[Document]) -> list[Tokenised]:
@@ -69,11 +71,16 @@ class Tokeniser:
         if document.text is not None:
             return windows(next(encoded), self.tokenizer, self.max_length)
         if document.messages is not None:
-            return render(document.messages, self.tokenizer)
+            options = self.settings.model_dump(include={"turns", "train_on", "reasoning"})
+            return render(document.messages, self.tokenizer, document.tools, **options)
         ids = np.asarray(document.token_ids, dtype=np.int32)
         if len(ids) and ids.max() >= self.vocabulary:
             raise UnusableError("token id outside the vocabulary")
-        return [Rendered(ids, np.asarray(document.supervised, dtype=bool))]
+        if self.settings.reasoning == "drop":
+            raise UserError(
+                f"data.reasoning: drop cannot find the reasoning in the token ids of {document.name}; set keep"
+            )
+        return [given(ids, document.supervised or (), self.settings.turns, self.settings.train_on)]
 
 
 def windows(ids: list[int], tokenizer: Any, max_length: int) -> list[Rendered]:
@@ -84,17 +91,11 @@ def windows(ids: list[int], tokenizer: Any, max_length: int) -> list[Rendered]:
     begin = ids[:1] if ids[:1] == [tokenizer.bos_token_id] else []
     body = list(ids[len(begin) :])
     if not body:
-        return [_window(begin)]
+        return [everything(begin)]
     if tokenizer.eos_token_id is not None and body[-1] != tokenizer.eos_token_id:
         body.append(tokenizer.eos_token_id)
     room = max_length - len(begin)
-    return [_window(begin + body[first : first + room]) for first in range(0, len(body), room)]
-
-
-def _window(ids: list[int]) -> Rendered:
-    supervised = np.ones(len(ids), dtype=bool)
-    supervised[:1] = False
-    return Rendered(np.asarray(ids, dtype=np.int32), supervised)
+    return [everything(begin + body[first : first + room]) for first in range(0, len(body), room)]
 
 
 def chunks(documents: Documents, chosen: Iterable[int]) -> Iterator[list[Document]]:

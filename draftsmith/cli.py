@@ -136,6 +136,17 @@ def prepare(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def regenerate(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Have the target itself answer the conversations of the data, here or through a server."""
+    from draftsmith.stages import Work
+
+    loaded = _load(config, overrides)
+    if loaded.config.regenerate.base_url is None:
+        _run(loaded, "target")
+    Work(loaded.config, say).regenerate()
+
+
+@app.command()
 def cache(config: ConfigPath, overrides: Overrides = None) -> None:
     """Write the target's distributions and hidden states to disk; as one of several ranks under `accelerate launch`."""
     loaded = _load(config, overrides)
@@ -199,11 +210,12 @@ def show_mask(
     overrides: Overrides = None,
     count: Annotated[int, typer.Option(min=1, help="samples per domain")] = 1,
     split: Annotated[str, typer.Option(help="train or held_out")] = "train",
+    domain: Annotated[str | None, typer.Option(help="of this domain alone")] = None,
 ) -> None:
     """Print prepared samples with the supervised tokens coloured."""
     from draftsmith.inspect_data import print_masks
 
-    print_masks(_load(config, overrides).config, split, count)
+    print_masks(_load(config, overrides).config, split, count, domain)
 
 
 CachePath = Annotated[

@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.corpus import DataSettings
+from draftsmith.data.regenerate import RegenerateSettings
 from draftsmith.errors import UserError
 from draftsmith.eval.settings import EvalSettings
 from draftsmith.settings import Settings
@@ -64,6 +65,7 @@ class Config(Settings):
     run_root: str = Field("runs", min_length=1)
     target: TargetSettings = TargetSettings()
     data: DataSettings = DataSettings()
+    regenerate: RegenerateSettings = RegenerateSettings()
     cache: CacheSettings = CacheSettings()
     distill: DistillSettings = DistillSettings()
     eagle: dict[str, EagleTrainSettings] = Field(default_factory=dict)

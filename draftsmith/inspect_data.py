@@ -1,5 +1,10 @@
 """What a user can look at between the stages: prepared rows with their masks, and what a cache holds."""
 
+import io
+import itertools
+import json
+import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,43 +21,64 @@ if TYPE_CHECKING:
 
 SUPERVISED = "bold green"
 CONTEXT = "dim"
-OPEN, CLOSE = "⟦", "⟧"  # around supervised spans where colours are lost
+SPECIAL = "cyan"  # special tokens, bold where they are supervised
+OPEN, CLOSE = "⟦", "⟧"  # around supervised spans where there is no colour
+ORIGINS = {  # of a mask: `Rendered.how` in words
+    "marks": "by the template's marks",
+    "difference": "by difference of renderings",
+    "text": "of whole texts",
+    "given": "as given",
+}
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what would move a terminal's cursor or change its state
 
 
-def print_masks(config: Config, split: str, count: int) -> None:
-    """The first `count` rows of each domain. Raises UserError for an unknown split or before `prepare`."""
+def print_masks(config: Config, split: str, count: int, domain: str | None = None) -> None:
+    """The first `count` rows of each domain, or of one. Raises UserError for what is not there or before `prepare`."""
     from draftsmith.data.rows import SPLITS, Rows
     from draftsmith.stages import Work
 
     if split not in SPLITS:
         raise UserError(f"--split {split}: give {' or '.join(SPLITS)}")
     rows = Rows.open(config.run / "rows", split)
+    if domain is not None and domain not in rows.domains:
+        raise UserError(f"--domain {domain}: the {split} split has {', '.join(rows.domains)}; give one of them")
+    summary = json.loads((config.run / "rows" / "summary.json").read_text(encoding="utf-8"))
     tokenizer = Work(config, print).tokenizer
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character shows its number
     console = Console(highlight=False)
-    for domain in rows.domains:
-        chosen = [index for index in range(len(rows)) if rows.domain(index) == domain][:count]
-        for row in (rows[index] for index in chosen):
-            about = f" {row.document}: {len(row.token_ids)} tokens, {row.supervised.mean():.0%} supervised"
-            console.print(Text.assemble("\n", (domain, "bold"), about))
-            console.print(masked_text(row, tokenizer, marks=not console.is_terminal))
+    colourless = console.no_color or console.color_system is None
+    for name in rows.domains if domain is None else [domain]:
+        console.print(Text.assemble("\n", (name, "bold"), f": {mask_line(summary[split]['domains'][name])}"))
+        chosen = (index for index in range(len(rows)) if rows.domain(index) == name)
+        for row in (rows[index] for index in itertools.islice(chosen, count)):
+            about = f"{row.document}: {len(row.token_ids)} tokens, {row.supervised.mean():.0%} supervised"
+            console.print(Text(f"\n{about}", "italic"))
+            console.print(masked_text(row, tokenizer, marks=colourless))
+
+
+def mask_line(counts: dict[str, Any]) -> str:
+    """Rows, supervised share and where the masks come from, of what `prepare` noted for a domain."""
+    masks = ", ".join(f"{number:,} {ORIGINS[how]}" for how, number in counts["masks"].items())
+    return f"{counts['rows']:,} rows, {counts['supervised_share']:.1%} of the tokens supervised; masks: {masks}"
 
 
 def masked_text(row: "Row", tokenizer: Any, marks: bool) -> Text:
-    """The row's text with its supervised spans in colour, and between ⟦ and ⟧ where `marks` says so.
+    """The row's text with its supervised spans in colour, and between ⟦ and ⟧ where `marks` says so; special tokens stand out.
 
-    Spans of one kind are decoded as a whole: a character may be spread over several tokens.
+    Tokens of one kind are decoded together: a character may be spread over several.
     """
-    text, start = Text(), 0
-    flags = row.supervised.tolist()
-    for end in range(1, len(flags) + 1):
-        if end < len(flags) and flags[end] == flags[start]:
-            continue
-        part = tokenizer.decode(row.token_ids[start:end].tolist(), skip_special_tokens=False)
-        if flags[start]:
-            text.append(f"{OPEN}{part}{CLOSE}" if marks else part, SUPERVISED)
-        else:
-            text.append(part, CONTEXT)
-        start = end
+    special = set(tokenizer.all_special_ids)
+    ids, flags = row.token_ids.tolist(), row.supervised.tolist()
+    text = Text()
+    for supervised, span in itertools.groupby(range(len(ids)), key=flags.__getitem__):
+        text.append(OPEN if supervised and marks else "", SUPERVISED)
+        for is_special, run in itertools.groupby(span, key=lambda place: ids[place] in special):
+            part = tokenizer.decode([ids[place] for place in run], skip_special_tokens=False)
+            plain = SUPERVISED if supervised else CONTEXT
+            style = f"{SPECIAL} {'bold' if supervised else 'dim'}" if is_special else plain
+            text.append(CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", part), style)
+        text.append(CLOSE if supervised and marks else "", SUPERVISED)
     return text
 
 

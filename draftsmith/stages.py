@@ -245,6 +245,24 @@ class Work:
         for line in notes(summary):
             self.say(line)
 
+    def regenerate(self) -> None:
+        """Answers of the target to the questions of the data, as rows for another config's data."""
+        from draftsmith.data.answer import LocalEngine, ServerEngine
+        from draftsmith.data.regenerate import Conversation, Engine, regenerate
+
+        settings, folder = self.config.regenerate, self.run / "regenerated"
+        identity = settings.identity()
+        if settings.base_url is None:
+            engine: Engine = LocalEngine(self.target, settings)
+            identity |= {"target": self.target.fingerprint()}
+        else:
+            engine = ServerEngine(settings)
+        conversations = (Conversation(document.messages, document.tools) for document in self.documents)
+        with ticker("regenerate", len(self.documents), "documents") as progress:
+            account = regenerate(conversations, engine, identity, folder, progress)
+        for line in account_lines(account, folder):
+            self.say(line)
+
     def cache(self) -> None:
         """What the target knows about the rows, on disk. With `cache.online` it is computed while a draft is trained."""
         if self.config.cache.online:
@@ -394,6 +412,21 @@ def rows_table(summary: dict[str, Any]) -> Table:
             numbers = (f"{counts['rows']:,}", f"{counts['tokens']:,}", f"{counts['supervised_share']:.1%}")
             table.add_row(split, domain, *numbers, drops, end_section=domain == "all")
     return table
+
+
+def account_lines(account: dict[str, Any], folder: Path) -> list[str]:
+    """The exact account of `regenerate`: what became of every document, and where the rows are."""
+    parts = {key: account[key] for key in ("ok", "failed", "skipped")}
+    total = " + ".join(f"{count:,} {name}" for name, count in parts.items())
+    lines = [f"regenerate: {total} = {account['input']:,} documents ({account['ok_before']:,} were answered before)"]
+    for name in ("failed", "skipped", "ended_early"):
+        lines += [f"  {name.replace('_', ' ')}: {count:,} {why}" for why, count in account[f"{name}_because"].items()]
+    if text := account["kept_as"].get("text"):
+        lines.append(f"  {text:,} are kept as text: the server gave no token ids, and `prepare` renders them again")
+    if account["failed"]:
+        lines.append("  run again to try the failed ones once more")
+    lines.append(f"regenerate: rows for data.sources: {{kind: json, path: {folder / 'rows.jsonl'}}}")
+    return lines
 
 
 def notes(summary: dict[str, Any]) -> list[str]:

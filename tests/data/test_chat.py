@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+from transformers import BatchEncoding
 
 from draftsmith.data.chat import Rendered, UnusableError, cut, render, template_ids
 from draftsmith.errors import UserError
@@ -105,7 +106,13 @@ def test_pad_token_decides_nothing_and_end_of_turn_stays_supervised(options: dic
         ([{"role": "user", "content": None}, ANSWER], "null content"),
         ([USER, AGAIN, ANSWER], "two turns of one role in a row"),
         ([], "no messages"),
-        ([USER, {"role": "assistant", "content": None, "tool_calls": [{}]}], "null content"),
+        ([USER, {"role": "assistant", "content": None}], "null content"),
+        ([USER, {"role": "assistant", "content": None, "tool_calls": []}], "null content"),
+        (
+            [USER, {"role": "assistant", "content": None, "tool_calls": [{}]}],
+            "tool call not shown by the chat template",
+        ),
+        ([USER, {"role": "tool", "content": "4"}, ANSWER], "tool result without a call"),
     ],
 )
 def test_malformed_conversation_is_unusable_for_a_stated_reason(messages: list[Any], reason: str) -> None:
@@ -142,6 +149,15 @@ def test_tokenizer_without_template_is_one_clear_error() -> None:
         render([USER, ANSWER], tiny_tokenizer(None))
 
 
-@pytest.mark.parametrize("wrap", [lambda ids: ids, lambda ids: [ids], lambda ids: {"input_ids": ids}, np.asarray])
+WRAPPINGS = [
+    lambda ids: ids,
+    lambda ids: [ids],
+    lambda ids: {"input_ids": ids},
+    lambda ids: BatchEncoding({"input_ids": [ids]}),
+    np.asarray,
+]
+
+
+@pytest.mark.parametrize("wrap", WRAPPINGS)
 def test_whatever_a_template_call_returns_the_ids_are_the_same(wrap: Any) -> None:
     assert template_ids(wrap([3, 1, 2])) == [3, 1, 2]

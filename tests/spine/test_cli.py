@@ -44,11 +44,15 @@ def test_help_needs_neither_torch_nor_the_schema_and_takes_less_than_three_secon
         "eval-acceptance",
         "report",
         "plan",
+        "regenerate",
     ):
         assert command in done.stdout
 
 
-@pytest.mark.parametrize("command", ["target", "prepare", "cache", "distill", "train-eagle", "eval-acceptance", "plan"])
+STAGES = ["target", "prepare", "cache", "distill", "train-eagle", "eval-acceptance"]
+
+
+@pytest.mark.parametrize("command", [*STAGES, "plan", "regenerate"])
 def test_a_missing_config_is_one_line_and_exit_code_2(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
