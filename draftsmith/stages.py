@@ -52,7 +52,7 @@ def stage_units(config: Config, work: "Work") -> list[Unit]:
         Unit(
             "cache",
             "",
-            {"cache": of_cache, "dtype": config.target.dtype},
+            {"cache": of_cache, "dtype": config.target.dtype} | _imported(config),
             ("target", "prepare"),
             ("cache",),
             work.cache,
@@ -105,6 +105,12 @@ def _target_unit(config: Config, work: "Work", data: dict[str, Any]) -> Unit:
     content = stamp(local, content=False) if local.exists() else "hub"
     settings = {"path": path, "content": content, "trust_remote_code": config.target.trust_remote_code}
     return Unit("target", "", settings, (), (), work.check_target)
+
+
+def _imported(config: Config) -> dict[str, Any]:
+    """The content of a dump that takes the place of the target's passes; nothing where there is none."""
+    about = config.cache.imported
+    return {} if about is None else {"dump": stamp(Path(about.path).expanduser(), content=False)}
 
 
 def _trained_by(draft: str, config: Config) -> tuple[str, ...]:
@@ -242,9 +248,13 @@ class Work:
     def cache(self) -> None:
         """What the target knows about the rows, on disk."""
         from draftsmith.data.cache.build import build_cache
+        from draftsmith.data.importers import import_states
 
-        self._remove_cache_of_other_inputs()
-        about = build_cache(self.target, self.rows("train"), self.run / "cache", self.config.cache)
+        if self.config.cache.imported is not None:
+            about = import_states(self.target, self.config.cache, self.run / "cache")
+        else:
+            self._remove_cache_of_other_inputs()
+            about = build_cache(self.target, self.rows("train"), self.run / "cache", self.config.cache)
         size = f"{about['bytes'] / 1e6:,.1f} MB, {about['bytes_per_token']:,.0f} bytes per token"
         self.say(
             f"cache: {about['rows']:,} rows, {about['tokens']:,} tokens, {size}, kept mass {about['kept_mass']:.4f}"

@@ -5,6 +5,7 @@ norm, so `head(last)` are the logits; tap i is the residual-stream output of blo
 Knows neither tokenizers nor files nor which of its users is the target and which the draft.
 """
 
+import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,6 +123,30 @@ class LanguageModel:
                 hook.remove()
         logits = self.head(last) if want_logits else None
         return LMOutput(logits, last, torch.stack([kept[i] for i in taps], dim=2) if taps else None)
+
+    @functools.cached_property
+    def final_norm(self) -> nn.Module:
+        """The module that turns the last block's output into the last state, found by watching one pass. Raises UserError."""
+        seen: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+        def watch(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            if inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
+                seen.append((module, inputs[0], output))
+
+        hooks = [module.register_forward_hook(watch) for module in self._body.modules()]
+        try:
+            with torch.no_grad():
+                out = self.forward(torch.zeros(1, 1, dtype=torch.long, device=self.device), (self.blocks - 1,))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        assert out.taps is not None
+        for module, given, output in reversed(seen):
+            if torch.equal(given, out.taps[:, :, 0]) and torch.equal(output, out.last):
+                return module
+        raise UserError(
+            f"{self.config.model_type}: its last state is not one module applied to its last block's output"
+        )
 
     def _tree_inputs(
         self, ids: Tensor, cache: KVCache, visible: Tensor | None, depths: Tensor | None
