@@ -20,7 +20,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.gpt_neox.modeling_gpt_neox import (  # Llama's, for targets that turn a part of each head as well
+    GPTNeoXRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 from draftsmith.errors import UserError
 from draftsmith.files import publish, publish_json
@@ -61,11 +64,14 @@ class EagleConfig:
 
 
 def rope_of(target: Target) -> dict[str, Any]:
-    """The target's RoPE settings; for targets with several kinds of layer, those of its full-attention layers."""
-    parameters = dict(
-        getattr(target.config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
-    )
-    return dict(parameters.get("full_attention") or parameters)
+    """The target's RoPE settings, complete in themselves; of several kinds of layer, those of its full-attention layers."""
+    config = target.config
+    parameters = dict(getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
+    parameters = dict(parameters.get("full_attention") or parameters)
+    if parameters["rope_type"] in ("yarn", "longrope") and parameters.get("factor") is None:
+        # Left out, it means this ratio, and the head's own context is not the target's.
+        parameters["factor"] = config.max_position_embeddings / parameters["original_max_position_embeddings"]
+    return parameters
 
 
 class RMSNorm(nn.Module):
@@ -146,7 +152,7 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList(EagleLayer(config, first=i == 0) for i in range(config.layers))
         self.norm = RMSNorm(config.width, config.norm_eps)
         self.lm_head = nn.Linear(config.width, config.draft_vocabulary, bias=False)
-        self.rotary = LlamaRotaryEmbedding(
+        self.rotary = GPTNeoXRotaryEmbedding(
             LlamaConfig(
                 hidden_size=config.heads * config.head_dim,
                 num_attention_heads=config.heads,
