@@ -1,6 +1,6 @@
 """Hidden-state dumps of `speculators` and `SpecForge` -> the target cache, their conventions converted at this border.
 
-Knows both layouts on disk (docs/architectures.md has them side by side). Does not know shards and codecs: what a dump holds is
+Knows both layouts on disk (docs/importing.md has them side by side). Does not know shards and codecs: what a dump holds is
 handed to `build_cache` in the place of a forward pass. Nothing is unpickled: tensors alone are read.
 """
 
@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 import torch
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -75,12 +76,15 @@ def import_states(target: Target, settings: CacheSettings, folder: Path) -> dict
     names, read = (_specforge if about.format == "specforge" else _speculators)(about, target, taps)
     rows = []
     files: dict[bytes, int] = {}
+    content = xxhash.xxh3_128()
     for number, name in enumerate(names):
         sample = read(number)
         supervised = sample.supervised.numpy().copy()
         supervised[:1] = False  # nothing predicts the first token
         rows.append(Row(sample.ids.numpy().astype(np.int32), supervised, "imported", name))
         files[_key(sample.ids)] = number
+        for tensor in sample:
+            content.update(tensor.contiguous().view(torch.uint8).numpy().data)
     if not any(row.supervised.any() for row in rows):
         raise UserError(f"{about.path}: no token is supervised: every loss_mask is 0")
     for number in sorted({round(i * (len(rows) - 1) / CHECKED_ROWS) for i in range(CHECKED_ROWS + 1)}):
@@ -89,7 +93,10 @@ def import_states(target: Target, settings: CacheSettings, folder: Path) -> dict
     place = folder.parent / "imported-rows"
     write_rows(rows, place / "train", DataSettings(), tokenizer_digest(target.tokenizer))
     chosen = settings.model_copy(update={"taps": taps, "batch_tokens": 1})  # a row at a time, to know which it is
-    return build_cache(cast(Target, _Dump(target, files, read, taps)), Rows.open(place, "train"), folder, chosen)
+    imported = Rows.open(place, "train")
+    # What the manifest says of the data: a dump that changes is another one, though its tokens stay.
+    imported.settings = {"imported": {"format": about.format, "content": content.hexdigest()}}
+    return build_cache(cast(Target, _Dump(target, files, read, taps)), imported, folder, chosen)
 
 
 def dump_taps(about: ImportSettings, blocks: int) -> tuple[int, ...]:

@@ -254,6 +254,18 @@ def test_a_dump_in_which_nothing_is_supervised_is_refused(rows, tmp_path):
         import_states(target, settings_for(about), tmp_path / "run" / "cache")
 
 
+def test_a_dump_that_changed_is_not_mixed_with_the_cache_of_the_old_one(rows, tmp_path):
+    target = tiny_target()
+    about = specforge(target, rows, tmp_path / "dump", torch.bfloat16)
+    first = import_states(target, settings_for(about), tmp_path / "run" / "cache")
+    assert first["written_shards"] == 1
+    assert import_states(target, settings_for(about), tmp_path / "run" / "cache")["written_shards"] == 0
+    path = files_of(about)[0]
+    change(path, hidden_state=torch.load(path, weights_only=True)["hidden_state"] * 1.01)
+    with pytest.raises(UserError, match=r"data\.settings\.imported\.content"):
+        import_states(target, settings_for(about), tmp_path / "run" / "cache")
+
+
 @pytest.mark.parametrize("blocks", [7, 8, 32])
 def test_each_projects_own_layers_are_the_same_tensors(blocks):
     """speculators' [2, L/2, L − 3] by input are SpecForge's [1, L/2 − 1, L − 4] by output."""
