@@ -4,6 +4,7 @@ such as a draft whose greedy output differs from plain decoding).
 Imports nothing heavy before a command runs, so that `--help` is instant.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -158,6 +159,22 @@ def cache(config: ConfigPath, overrides: Overrides = None) -> None:
         _run(loaded, "cache")
     elif reason:
         _work(loaded).cache()
+
+
+@app.command("import-states")
+def import_states(
+    config: ConfigPath,
+    dump: Annotated[Path, typer.Option("--from", help="folder of the dump", show_default=False)],
+    form: Annotated[str, typer.Option("--format", help="speculators or specforge", show_default=False)],
+    overrides: Overrides = None,
+) -> None:
+    """Make the cache from another project's hidden-state dump of the same target, checked against it.
+
+    The same as `cache` with cache.imported set; to train on it, keep that section in the config.
+    """
+    given = [f"cache.imported.format={form}", f"cache.imported.path={json.dumps(str(dump))}"]
+    _run(_load(config, [*given, *(overrides or ())]), "cache")
+    say(f"to train on it, keep in {config}: cache: {{imported: {{format: {form}, path: {json.dumps(str(dump))}}}}}")
 
 
 @app.command()

@@ -50,7 +50,7 @@ def stage_units(config: Config, work: "Work") -> list[Unit]:
         Unit(
             "cache",
             "",
-            {"cache": of_cache, "dtype": config.target.dtype},
+            {"cache": of_cache, "dtype": config.target.dtype} | _imported(config),
             ("target", "prepare"),
             () if config.cache.online else ("cache",),
             work.cache,
@@ -103,6 +103,12 @@ def _target_unit(config: Config, work: "Work", data: dict[str, Any]) -> Unit:
     content = stamp(local, content=False) if local.exists() else "hub"
     settings = {"path": path, "content": content, "trust_remote_code": config.target.trust_remote_code}
     return Unit("target", "", settings, (), (), work.check_target)
+
+
+def _imported(config: Config) -> dict[str, Any]:
+    """The content of a dump that takes the place of the target's passes; nothing where there is none."""
+    about = config.cache.imported
+    return {} if about is None else {"dump": stamp(Path(about.path).expanduser(), content=False)}
 
 
 def _trained_by(draft: str, config: Config) -> tuple[str, ...]:
@@ -268,6 +274,9 @@ class Work:
         if self.config.cache.online:
             self.say("cache: online, computed by the target during training; nothing is written")
             return
+        if self.config.cache.imported is not None:
+            self._build_cache()
+            return
         from draftsmith.data.cache.build import remove_foreign
         from draftsmith.data.cache.ranks import launched_ranks
 
@@ -295,8 +304,12 @@ class Work:
 
     def _build_cache(self) -> dict[str, Any]:
         from draftsmith.data.cache.build import build_cache
+        from draftsmith.data.importers import import_states
 
-        about = build_cache(self.target, self.rows("train"), self.run / "cache", self.config.cache)
+        if self.config.cache.imported is not None:
+            about = import_states(self.target, self.config.cache, self.run / "cache")
+        else:
+            about = build_cache(self.target, self.rows("train"), self.run / "cache", self.config.cache)
         size = f"{about['bytes'] / 1e6:,.1f} MB, {about['bytes_per_token']:,.0f} bytes per token"
         self.say(
             f"cache: {about['rows']:,} rows, {about['tokens']:,} tokens, {size}, kept mass {about['kept_mass']:.4f}"

@@ -22,7 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.gpt_neox.modeling_gpt_neox import (  # Llama's, for targets that turn a part of each head as well
+    GPTNeoXRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 from draftsmith.errors import UserError
 from draftsmith.models.heads import fill_head, read_head, save_head
@@ -86,11 +89,14 @@ class EagleConfig:
 
 
 def rope_of(target: Target) -> dict[str, Any]:
-    """The target's RoPE settings; for targets with several kinds of layer, those of its full-attention layers."""
-    parameters = dict(
-        getattr(target.config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
-    )
-    return dict(parameters.get("full_attention") or parameters)
+    """The target's RoPE settings, complete in themselves; of several kinds of layer, those of its full-attention layers."""
+    config = target.config
+    parameters = dict(getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
+    parameters = dict(parameters.get("full_attention") or parameters)
+    if parameters["rope_type"] in ("yarn", "longrope") and parameters.get("factor") is None:
+        # Left out, it means this ratio, and the head's own context is not the target's.
+        parameters["factor"] = config.max_position_embeddings / parameters["original_max_position_embeddings"]
+    return parameters
 
 
 class RMSNorm(nn.Module):
@@ -181,7 +187,7 @@ class EagleHead(nn.Module):
         self.norm = RMSNorm(config.width, config.norm_eps) if config.kind == "eagle3" else None
         self.lm_head = nn.Linear(config.width, vocabulary.size, bias=False) if config.kind == "eagle3" else None
         self.confidence_head = nn.Linear(config.width, 1) if config.confidence else None
-        self.rotary = LlamaRotaryEmbedding(
+        self.rotary = GPTNeoXRotaryEmbedding(
             LlamaConfig(
                 hidden_size=config.heads * config.head_dim,
                 num_attention_heads=config.heads,

@@ -5,6 +5,7 @@ norm, so `head(last)` are the logits; tap i is the residual-stream output of blo
 Knows neither tokenizers nor files nor which of its users is the target and which the draft.
 """
 
+import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,17 @@ from torch import Tensor, nn
 
 from draftsmith.errors import UserError
 from draftsmith.models.kv import KVCache, attention_mask
+
+RUNNING_STATE = "its layers keep a running state that cannot be rolled back to an earlier token"
+ALIBI = "its ALiBi biases go by place in the cache, where the nodes of a token tree stand side by side"
+#: Architectures whose configuration has no field that gives them away.
+UNSUPPORTED = {
+    "bloom": ALIBI,
+    "mpt": ALIBI,
+    "rwkv": RUNNING_STATE,
+    "xlstm": RUNNING_STATE,
+    "gpt_neo": "its local layers count back by place in the cache, where the nodes of a token tree stand side by side",
+}
 
 
 @dataclass(frozen=True)
@@ -30,13 +42,14 @@ class LanguageModel:
     """One causal LM. `model` is the `transformers` module, untouched."""
 
     def __init__(self, model: Any) -> None:
+        refuse_unsupported(model.config)
         self.model = model
         self.config = model.config.get_text_config()
         self.width: int = self.config.hidden_size
         self.blocks: int = self.config.num_hidden_layers
         self.vocabulary: int = model.get_output_embeddings().weight.shape[0]
         self.usable = self.vocabulary  # ids from here on are padding that no tokenizer knows
-        self.context: int = getattr(self.config, "max_position_embeddings", 1 << 30)
+        self.context: int = _context(self.config)
         self._body: nn.Module = model.base_model
         self._block_modules = _find_blocks(self._body, self.blocks)
         self._windows = _attention_windows(self.config)
@@ -112,6 +125,30 @@ class LanguageModel:
         logits = self.head(last) if want_logits else None
         return LMOutput(logits, last, torch.stack([kept[i] for i in taps], dim=2) if taps else None)
 
+    @functools.cached_property
+    def final_norm(self) -> nn.Module:
+        """The module that turns the last block's output into the last state, found by watching one pass. Raises UserError."""
+        seen: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+        def watch(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            if inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
+                seen.append((module, inputs[0], output))
+
+        hooks = [module.register_forward_hook(watch) for module in self._body.modules()]
+        try:
+            with torch.no_grad():
+                out = self.forward(torch.zeros(1, 1, dtype=torch.long, device=self.device), (self.blocks - 1,))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        assert out.taps is not None
+        for module, given, output in reversed(seen):
+            if torch.equal(given, out.taps[:, :, 0]) and torch.equal(output, out.last):
+                return module
+        raise UserError(
+            f"{self.config.model_type}: its last state is not one module applied to its last block's output"
+        )
+
     def _tree_inputs(
         self, ids: Tensor, cache: KVCache, visible: Tensor | None, depths: Tensor | None
     ) -> dict[str, Any]:
@@ -146,14 +183,41 @@ def _find_blocks(body: nn.Module, count: int) -> nn.ModuleList:
     )
 
 
+def refuse_unsupported(config: Any) -> None:
+    """Raise UserError, naming the architecture and why, if its configuration says that it cannot verify drafts exactly.
+
+    A verified token may be dropped again, so every layer's state must be rolled back to any earlier token; keys and values can
+    be, a running state (Mamba, linear attention, short convolutions, RWKV) cannot. What a configuration does not say, `Target`
+    measures.
+    """
+    text = config.get_text_config()
+    kind = text.model_type
+    if config.is_encoder_decoder:
+        raise UserError(f"{config.model_type}: an encoder-decoder is not supported; name a decoder-only causal LM")
+    if reason := UNSUPPORTED.get(kind, ALIBI if getattr(text, "alibi", False) else ""):
+        raise UserError(f"{kind}: not supported, {reason}; name another model")
+    kinds = set(getattr(text, "layer_types", None) or [])
+    if unknown := sorted(map(str, kinds - {"full_attention", "sliding_attention"})):
+        raise UserError(
+            f"{kind}: layers of kind {', '.join(unknown)} are not supported, only full and sliding-window attention can be"
+            " masked for a token tree and rolled back here; name another model"
+        )
+
+
+def _context(config: Any) -> int:
+    """Tokens that a text may have. RoPE of type longrope turns to other frequencies beyond its original length, which cached
+    keys would not have: such a model is used up to there."""
+    most = getattr(config, "max_position_embeddings", None) or 1 << 30
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [entry for entry in rope.values() if isinstance(entry, dict)]
+    turns = [entry for entry in nested or [rope] if entry.get("rope_type") == "longrope"]
+    return min([most, *(entry["original_max_position_embeddings"] for entry in turns)])
+
+
 def _attention_windows(config: Any) -> dict[str, int | None]:
     """Window (None: all positions) of each kind of attention layer in the model, under the names that its masks go by."""
     window = getattr(config, "sliding_window", None)
     kinds = sorted(set(getattr(config, "layer_types", None) or []))
     if not kinds:
         return {"all": window if getattr(config, "use_sliding_window", True) else None}
-    if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
-        raise UserError(
-            f"{config.model_type}: layers of kind {', '.join(unknown)} are not supported: their state cannot be rolled back"
-        )
     return {kind: window if kind == "sliding_attention" else None for kind in kinds}

@@ -24,6 +24,17 @@ CONVENTIONS = {
 }
 
 
+class ImportSettings(Settings):
+    """A dump of another project, made from this target, in place of a forward pass."""
+
+    format: Literal["speculators", "specforge"]
+    path: str = Field(min_length=1)  # the folder of the dump
+    layers: tuple[int, ...] | None = (
+        None  # the dump's, as its project counts them (null: that project's own for this depth)
+    )
+    masks: str | None = None  # speculators: the data set with loss_mask (null: beside the states)
+
+
 class CacheSettings(Settings):
     """What of the target is kept. `batch_tokens` changes only the speed of the forward passes, never the content."""
 
@@ -37,6 +48,7 @@ class CacheSettings(Settings):
     batch_tokens: int = Field(4096, ge=1)
     shard_mb: float = Field(64, gt=0)  # a crash loses at most one shard
     online: bool = False  # nothing on disk: the target computes every batch when a trainer asks for it
+    imported: ImportSettings | None = None  # states of another project's dump (null: the target computes them)
 
     @model_validator(mode="before")
     @classmethod
