@@ -10,6 +10,7 @@ from draftsmith.models.target import Target
 from draftsmith.train.held_out import HeldOut
 from draftsmith.train.loop import Log, Summary, train
 from draftsmith.train.objectives import DraftLMObjective
+from draftsmith.train.ranks import is_main
 from draftsmith.train.settings import DistillSettings
 
 
@@ -34,7 +35,8 @@ def distill(
 ) -> Summary:
     """Train a draft LM on the cache; `folder/distilled` gets the best weights, `folder/untrained` the start."""
     draft = new_draft(target, settings, seed)
-    draft.save(folder / "untrained", target)
+    if is_main():
+        draft.save(folder / "untrained", target)
     objective = DraftLMObjective(draft, settings.loss)
     rows = [held_out[i] for i in range(min(settings.held_out_rows, len(held_out)))]
     return train(
