@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from draftsmith.errors import UserError
-from draftsmith.files import publish_json
+from draftsmith.files import digest, publish_json
 from draftsmith.train.ranks import share, whole
 
 SCHEMA, KEPT = 1, 2
@@ -47,7 +47,8 @@ class Checkpoints:
                 save_file(values, partial / f"{name}.safetensors")
                 _flush(partial / f"{name}.safetensors")
             digests = {name: _digest(partial / f"{name}.safetensors") for name in tensors}
-            publish_json(partial / STATE, {"schema": SCHEMA, "step": step, "digests": digests, **state})
+            state = {"schema": SCHEMA, "step": step, "digests": digests, **state}
+            publish_json(partial / STATE, state | {"digest": digest(state)})
             shutil.rmtree(place, ignore_errors=True)  # of the same step: only one that was found damaged
             partial.rename(place)
         finally:
@@ -73,6 +74,8 @@ class Checkpoints:
         state = json.loads((place / STATE).read_text(encoding="utf-8"))
         if not isinstance(state, dict) or state.get("schema") != SCHEMA:
             raise ValueError(f"{STATE} is not of this version")
+        if state.pop("digest") != digest(state):
+            raise ValueError(f"{STATE} does not have its own digest")
         if place != self._place(state["step"]):
             raise ValueError(f"{STATE} is of step {state['step']}")
         for name in TENSORS:

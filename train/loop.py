@@ -10,13 +10,12 @@ import math
 import resource
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -24,31 +23,22 @@ import xxhash
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from draftsmith.data.batches import Batch, length_buckets
+from draftsmith.data.batches import Batch
 from draftsmith.errors import Stopped, UserError
 from draftsmith.progress import Ticker, ticker
 from draftsmith.train.checkpoint import Checkpoints, capture, generators, restore, set_generators, trained
 from draftsmith.train.faults import nonfinite, nonfinite_gradients
+from draftsmith.train.feeder import Feeder, Loaded, Source, batch_plan
 from draftsmith.train.held_out import HeldOut
 from draftsmith.train.objectives import Objective, Sums
 from draftsmith.train.optim import compute_dtype, make_optimizer, schedule, set_learning_rate
 from draftsmith.train.ranks import Ranks, unsharded
 from draftsmith.train.settings import TrainSettings
+from draftsmith.train.signals import on_signals
 
 Log = Callable[[dict[str, float], int], None]
 CHECKPOINTS = "checkpoints"
-ROW_ERRORS = (UserError, OSError, ValueError, SafetensorError)  # what a row may raise and be left out for
 SPEED = {"checkpoint_every", "bad_rows"}  # settings that may change between an interrupted run and its resumption
-
-
-class Source(Protocol):
-    """Where rows come from: a cache on disk, the target at work, the draft's own continuations."""
-
-    lengths: np.ndarray  # int64 [rows], tokens of each
-
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """Some rows with all that their objective needs, padded."""
-        ...
 
 
 @dataclass
@@ -64,21 +54,6 @@ class Summary:
     last: list[float] = field(default_factory=list)
     at_start: list[float] = field(default_factory=list)
     bad_rows: int = 0
-
-
-def batch_plan(lengths: np.ndarray, settings: TrainSettings, seed: int) -> list[list[list[int]]]:
-    """Every optimiser step's micro-batches of row numbers, fixed by the seed: epochs of bucketed rows until the token budget."""
-    rng = np.random.default_rng(seed)
-    micro: list[list[int]] = []
-    tokens = 0
-    while tokens < settings.tokens:
-        for batch in length_buckets(lengths, settings.batch_tokens, rng):
-            micro.append(batch)
-            tokens += int(lengths[batch].sum())
-            if tokens >= settings.tokens:
-                break
-    size = settings.accumulate
-    return [micro[i : i + size] for i in range(0, len(micro), size)]
 
 
 def train(
@@ -126,16 +101,6 @@ class _Position:
     summary: Summary = field(default_factory=Summary)
 
 
-@dataclass
-class _Loaded:
-    """This rank's part of a step. `dead`: not even a stand-in could be read."""
-
-    batches: list[Batch] = field(default_factory=list)
-    rows: list[list[int]] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    dead: bool = False
-
-
 class _Trainer:
     """One run from its start or last checkpoint to its end."""
 
@@ -156,9 +121,8 @@ class _Trainer:
         self.checkpoints = Checkpoints(folder / CHECKPOINTS)
         self.at = _Position()
         self.stop: int | None = None  # the signal that asked for it
-        self.waited = self.before = 0.0  # seconds waiting for data, seconds of earlier parts of this run
+        self.before = 0.0  # seconds of earlier parts of this run
         self.started = time.monotonic()
-        self.spare: Batch | None = None
 
     def run(self) -> Summary:
         """The whole of it. The checkpoints are gone when it returns: the draft that was kept is the result."""
@@ -167,13 +131,14 @@ class _Trainer:
             parameter.data = parameter.data.float()  # masters: below 2⁻⁸ of a weight a bf16 step is no step
         self.plan = batch_plan(self.source.lengths, self.settings, self.seed)
         self.device = self.held_out.target.device
-        self.identity = self._identity()
+        self.identity = identity(self.objective, self.source, self.held_out, self.settings, self.seed)
         self.ranks = Ranks(self.device, "bf16" if compute_dtype(self.device) == torch.bfloat16 else "no")
+        self.feeder = Feeder(self.source, self.ranks.index, self.ranks.size, self.device)
         self.model = self.ranks.wrap(_Replica(self.objective))
         self.optimizer = make_optimizer(
             self.objective, self.settings.matrix_lr, self.settings.other_lr, self.settings.weight_decay
         )
-        with _signals(self._asked_to_stop):
+        with on_signals(self._asked_to_stop):
             try:
                 self._begin()
                 self._loop()
@@ -245,7 +210,7 @@ class _Trainer:
     def _one(self, micro: list[list[int]], lines: IO[str] | None, progress: Ticker | None) -> None:
         """One optimiser step and what follows from it."""
         at, settings, step = self.at, self.settings, self.at.step
-        loaded = self._load(micro)
+        loaded = self.feeder.load(micro)
         weight, stop, failed, dead = self.ranks.sum(
             [
                 sum(self.objective.weight(batch) for batch in loaded.batches),
@@ -268,7 +233,7 @@ class _Trainer:
         at.summary.steps = at.step
         rate = progress.rate if progress is not None else 0.0
         record = _record(loss, sums, self.optimizer.param_groups[0]["lr"], rate) | {
-            "data_wait": self.waited / max(time.monotonic() - self.started, 1e-9)
+            "data_wait": self.feeder.waited / max(time.monotonic() - self.started, 1e-9)
         }
         if progress is not None:
             progress.advance(tokens, _note(record))
@@ -280,35 +245,7 @@ class _Trainer:
             if self.log is not None:
                 self.log(record, at.step)
 
-    def _load(self, micro: list[list[int]]) -> _Loaded:
-        """This rank's micro-batches, as many as every other rank has: where there are too few, one with nothing supervised."""
-        started, loaded = time.monotonic(), _Loaded()
-        for rows in micro[self.ranks.index :: self.ranks.size]:
-            batch, good, failures = _read_rows(self.source, rows)
-            loaded.failures += failures
-            if batch is not None:
-                loaded.batches.append(batch.to(self.device))
-                loaded.rows.append(good)
-        missing = -(-len(micro) // self.ranks.size) - len(loaded.batches)
-        if missing and self.spare is None:
-            batch = _read_rows(self.source, micro[0])[0] or self._any_row()
-            self.spare = (
-                None if batch is None else replace(batch, supervised=torch.zeros_like(batch.supervised)).to(self.device)
-            )
-        if missing and self.spare is not None:
-            loaded.batches += [self.spare] * missing
-            loaded.rows += [[-1] * len(self.spare.lengths)] * missing
-        loaded.dead = bool(missing) and self.spare is None
-        self.waited += time.monotonic() - started
-        return loaded
-
-    def _any_row(self) -> Batch | None:
-        for row in range(min(32, len(self.source.lengths))):
-            if (batch := _read_rows(self.source, [row])[0]) is not None:
-                return batch
-        return None
-
-    def _check_rows(self, loaded: _Loaded, dead: bool) -> None:
+    def _check_rows(self, loaded: Loaded, dead: bool) -> None:
         bad, limit = self.at.summary.bad_rows, self.settings.bad_rows * len(self.source.lengths)
         for failure in loaded.failures:
             self._say(f"left out: {failure}", main=False)
@@ -319,7 +256,7 @@ class _Trainer:
                 f"{self.settings.bad_rows:g} of {len(self.source.lengths)} allows; {first}"
             )
 
-    def _step(self, loaded: _Loaded, weight: float, micro: list[list[int]]) -> tuple[float, Sums]:
+    def _step(self, loaded: Loaded, weight: float, micro: list[list[int]]) -> tuple[float, Sums]:
         """Forward and backward over the micro-batches and one update. Returns loss and sums of the step over all ranks."""
         ranks, parts = self.ranks, []
         for number, batch in enumerate(loaded.batches):
@@ -382,30 +319,6 @@ class _Trainer:
         }
         self.checkpoints.save(self.at.step, tensors, state)
 
-    def _identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree in with the run that continues it, by the name that a refusal gives."""
-        start = xxhash.xxh3_64()
-        for name, parameter in trained(self.objective).items():
-            start.update(f"{name} {tuple(parameter.shape)}".encode())
-            start.update(parameter.detach().cpu().contiguous().numpy().tobytes())
-        rows = xxhash.xxh3_64(np.ascontiguousarray(self.source.lengths).tobytes())
-        rows.update(str(getattr(self.source, "identity", "")).encode())
-        text = xxhash.xxh3_64()
-        for batch in self.held_out.batches:
-            text.update(batch.token_ids.cpu().numpy().tobytes())
-        kept = {key: value for key, value in self.settings.model_dump(mode="json").items() if key not in SPEED}
-        return {
-            "objective": f"{type(self.objective).__name__}, {self.objective.steps} steps, decay {self.objective.decay}",
-            **kept,
-            "seed": self.seed,
-            "start of the weights": start.hexdigest(),
-            "vocabulary of the draft": xxhash.xxh3_64_hexdigest(
-                self.objective.vocabulary.target_ids.cpu().numpy().tobytes()
-            ),
-            "rows": rows.hexdigest(),
-            "held-out rows": text.hexdigest(),
-        }
-
     def _asked_to_stop(self, number: int) -> None:
         if self.stop is not None:
             raise Stopped(number, f"{self.title}: stopped at once; {self._how_to_go_on()}")
@@ -422,41 +335,36 @@ class _Trainer:
             print(f"{self.title}: {text}", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def _signals(act: Callable[[int], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `act(number)` inside the block; in a thread, which gets no signals, nothing changes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    old = [signal.signal(number, lambda found, _: act(found)) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, old, strict=True):
-            signal.signal(number, handler)
-
-
-def _read_rows(source: Source, rows: Sequence[int]) -> tuple[Batch | None, list[int], list[str]]:
-    """The readable ones of some rows as a batch (None: there are none), which they are, and what is wrong with the others."""
-    try:
-        return source.batch(rows), list(rows), []
-    except ROW_ERRORS:
-        good, failures = [], []
-    for row in rows:
-        try:
-            source.batch([row])
-            good.append(row)
-        except ROW_ERRORS as error:
-            failures.append(f"row {row}: {str(error).splitlines()[0]}")
-    return (source.batch(good) if good else None), good, failures
-
-
 def _note(record: dict[str, float]) -> str:
     return (
         f"loss {record['loss']:.3f}  acceptance {record['expected_acceptance']:.3f}  "
         f"data wait {record['data_wait']:.0%}  {record['memory_gb']:.1f} GB"
     )
+
+
+def identity(
+    objective: Objective, source: Source, held_out: HeldOut, settings: TrainSettings, seed: int
+) -> dict[str, Any]:
+    """What a checkpoint must agree in with the run that continues it, by the name that a refusal gives."""
+    start = xxhash.xxh3_64()
+    for name, parameter in trained(objective).items():
+        start.update(f"{name} {tuple(parameter.shape)}".encode())
+        start.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    rows = xxhash.xxh3_64(np.ascontiguousarray(source.lengths).tobytes())
+    rows.update(str(getattr(source, "identity", "")).encode())
+    text = xxhash.xxh3_64()
+    for batch in held_out.batches:
+        text.update(batch.token_ids.cpu().numpy().tobytes())
+    kept = {key: value for key, value in settings.model_dump(mode="json").items() if key not in SPEED}
+    return {
+        "objective": f"{type(objective).__name__}, {objective.steps} steps, decay {objective.decay}",
+        **kept,
+        "seed": seed,
+        "start of the weights": start.hexdigest(),
+        "vocabulary of the draft": xxhash.xxh3_64_hexdigest(objective.vocabulary.target_ids.cpu().numpy().tobytes()),
+        "rows": rows.hexdigest(),
+        "held-out rows": text.hexdigest(),
+    }
 
 
 def _record(loss: float, sums: Sums, learning_rate: float, rate: float) -> dict[str, float]:

@@ -48,7 +48,8 @@ class Ranks:
         if self.sharded:
             from torch.distributed.fsdp import fully_shard
 
-            return fully_shard(module)
+            fully_shard(module)
+            return module
         return self.accelerator.prepare_model(module)
 
     def unsynchronised(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -104,7 +105,7 @@ def local(tensor: Tensor) -> Tensor:
 @contextmanager
 def unsharded(module: nn.Module) -> Iterator[None]:
     """`module` with plain, full parameters inside the block, to be read and saved, not trained. A collective."""
-    places = [
+    places: list[tuple[nn.Module, str, Any]] = [
         (owner, name, parameter)
         for owner in module.modules()
         for name, parameter in owner._parameters.items()
@@ -113,7 +114,7 @@ def unsharded(module: nn.Module) -> Iterator[None]:
     full: dict[int, nn.Parameter] = {}
     for owner, name, parameter in places:
         if id(parameter) not in full:
-            full[id(parameter)] = nn.Parameter(whole(parameter.detach()), requires_grad=False)
+            full[id(parameter)] = nn.Parameter(whole(parameter.data), requires_grad=False)
         owner._parameters[name] = full[id(parameter)]
     try:
         yield

@@ -27,7 +27,7 @@ from draftsmith.train.settings import TrainSettings
 
 TIMES = ("tokens_per_second", "memory_gb", "data_wait")
 SETTINGS = TrainSettings(
-    tokens=1800, batch_tokens=100, accumulate=1, validations=4, log_every=1, checkpoint_every=4, held_out_rows=2
+    tokens=1200, batch_tokens=100, accumulate=1, validations=4, log_every=1, checkpoint_every=4, held_out_rows=2
 )
 
 
@@ -130,7 +130,7 @@ def kill(number: int, at: int) -> Callable[[int], None]:
     return lambda step: os.kill(os.getpid(), number) if step == at else None
 
 
-@pytest.mark.parametrize("at", [1, 5, 8, 17])
+@pytest.mark.parametrize("at", [1, 8, 11])
 def test_killed_and_continued_a_run_is_bit_equal_to_one_that_was_left_alone(
     bench: Bench, whole: Run, tmp_path: Path, at: int
 ) -> None:
@@ -208,8 +208,9 @@ def test_a_save_that_fails_leaves_the_one_before_and_the_run_continues_from_it(
     assert again.lines() == whole.lines()
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json"])
-@pytest.mark.parametrize("damage", ["cut", "flip"])
+@pytest.mark.parametrize(
+    ("name", "damage"), [("weights.safetensors", "cut"), ("optimizer.safetensors", "flip"), ("state.json", "flip")]
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     bench: Bench, whole: Run, tmp_path: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,9 +225,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     file.write_bytes(content)
     again = Run(bench, tmp_path)
     again.train()
-    said = capsys.readouterr().err
-    if damage == "cut" or name != "state.json":  # a flipped digit of the state may be a valid state: see below
-        assert "step-000000006 is damaged and removed" in said
+    assert "step-000000006 is damaged and removed" in capsys.readouterr().err
     assert same(again.weights, whole.weights)
     assert again.lines() == whole.lines()
 
@@ -235,7 +234,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     ("change", "named"),
     [
         ({"settings": SETTINGS.model_copy(update={"matrix_lr": 0.01})}, "another matrix_lr;"),
-        ({"settings": SETTINGS.model_copy(update={"tokens": 900})}, "another tokens;"),
+        ({"settings": SETTINGS.model_copy(update={"tokens": 600})}, "another tokens;"),
         ({"seed": 4}, "another seed;"),
     ],
 )
