@@ -149,7 +149,7 @@ def test_every_row_is_read_by_one_rank_once_an_epoch_over_both_parts_and_other_n
     parts: Any, tmp_path: Path
 ) -> None:
     """Two ranks are stopped and four go on, then one: the rows and losses are those of an undisturbed run."""
-    tokens = int(parts[1].lengths.sum())
+    tokens = 4 * int(parts[1].lengths.sum())
 
     def act(stop_at: int) -> Callable[[int], Any]:
         return lambda rank: a_run(parts, tmp_path / "run", Rows(parts[1], tokens), stop_at=stop_at if rank == 0 else 0)
@@ -160,6 +160,8 @@ def test_every_row_is_read_by_one_rank_once_an_epoch_over_both_parts_and_other_n
     (whole,) = together(1, lambda rank: a_run(parts, tmp_path / "whole", Rows(parts[1], tokens)), tmp_path)
     losses = first[0]["losses"] + second[0]["losses"] + third[0]["losses"]
     assert losses == pytest.approx(whole["losses"], rel=1e-5, abs=1e-5)
+    assert len(first[0]["losses"]) == 2
+    assert len(second[0]["losses"]) == 1
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "training.jsonl").read_text().splitlines()]
     assert steps == list(range(1, len(whole["losses"]) + 1))
     read = {row for part in (first, second, third) for rank in part for row in rank["rows"]}
