@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def say(text: str) -> None:
     """Print one line at once, also into a log file; of several ranks the main one alone."""
-    from draftsmith.run import is_main
+    from draftsmith.files import is_main
 
     if is_main():
         print(text, flush=True)
@@ -68,7 +68,8 @@ def _run(loaded: "Loaded", stage: str) -> Path:
     """Run what `stage` needs and is not up to date; returns the run folder."""
     from transformers.utils import logging
 
-    from draftsmith.run import RunFolder, execute, is_main, needed, schedule
+    from draftsmith.files import is_main
+    from draftsmith.run import RunFolder, execute, needed, schedule
     from draftsmith.stages import Work, stage_units
     from draftsmith.train.signals import on_signals
 

@@ -27,7 +27,8 @@ import yaml
 from draftsmith import __version__
 from draftsmith.config import Loaded
 from draftsmith.errors import UserError
-from draftsmith.files import digest, publish_json, publish_text
+from draftsmith.files import digest, is_main, publish_json, publish_text, several_ranks
+from draftsmith.settings import without_secrets
 
 RECORDS, LOCK = "stages", ".lock"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -75,8 +76,8 @@ class RunFolder:
 
     def describe(self, loaded: Loaded) -> None:
         """Write run.yaml (only what the user set) and resolved.yaml."""
-        publish_text(self.path / "run.yaml", _yaml(loaded.given))
-        publish_text(self.path / "resolved.yaml", _yaml(loaded.config.model_dump(mode="json")))
+        publish_text(self.path / "run.yaml", _yaml(without_secrets(loaded.given)))
+        publish_text(self.path / "resolved.yaml", _yaml(without_secrets(loaded.config.model_dump(mode="json"))))
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -122,7 +123,7 @@ class RunFolder:
             )
         if record.get("version") != __version__:
             return f"made by version {record.get('version')}"
-        if changed := _differences(record.get("settings"), unit.settings):
+        if changed := _differences(record.get("settings"), without_secrets(unit.settings)):
             return "changed: " + ", ".join(changed[:4]) + (", …" if len(changed) > 4 else "")
         for key in unit.inputs:
             if key in running or self._id(key) != record.get("inputs", {}).get(key):
@@ -138,7 +139,7 @@ class RunFolder:
         A unit that resumes may refuse the change and leave its outputs alone: its last record then stays true.
         """
         inputs = {key: self._id(key) for key in unit.inputs}
-        state = {"unit": unit.key, "version": __version__, "settings": unit.settings, "inputs": inputs}
+        state = {"unit": unit.key, "version": __version__, "settings": without_secrets(unit.settings), "inputs": inputs}
         if not unit.resumes and is_main():
             self._clear(unit)
             publish_json(self._place(unit.key), state | {"state": "started"})
@@ -175,7 +176,7 @@ class RunFolder:
     def _differs(self, unit: Unit, record: dict[str, Any]) -> list[str]:
         """Which settings and inputs of an interrupted unit are no longer what its record says."""
         inputs = record.get("inputs", {})
-        changed = _differences(record.get("settings"), unit.settings)[:4]
+        changed = _differences(record.get("settings"), without_secrets(unit.settings))[:4]
         return changed + [key for key in unit.inputs if self._id(key) != inputs.get(key)]
 
     def _marks(self, unit: Unit) -> dict[str, str | None]:
@@ -257,16 +258,6 @@ def stamp(path: Path, content: bool) -> str:
                 mark = hashlib.file_digest(stream, "sha256").hexdigest()
         entries.append([file.relative_to(path).as_posix() if path.is_dir() else file.name, about.st_size, mark])
     return digest(entries)
-
-
-def is_main() -> bool:
-    """Whether this process is the only one or the first of its launch: the one that writes and prints."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def several_ranks() -> bool:
-    """Whether `accelerate launch` started this process with others."""
-    return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def _disk_is_full(error: Exception) -> bool:

@@ -5,12 +5,12 @@ from pathlib import Path
 from draftsmith.data.cache.reader import CacheReader
 from draftsmith.data.rows import Rows
 from draftsmith.errors import UserError
+from draftsmith.files import is_main
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.target import Target
 from draftsmith.train.held_out import HeldOut
 from draftsmith.train.loop import Log, Summary, train
 from draftsmith.train.objectives import DraftLMObjective
-from draftsmith.train.ranks import is_main
 from draftsmith.train.settings import DistillSettings
 
 

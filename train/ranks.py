@@ -80,11 +80,6 @@ class Ranks:
         self.accelerator.wait_for_everyone()
 
 
-def is_main() -> bool:
-    """Whether this process is the main rank, as its launcher says; also before anything of torch is set up."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor, gathered from all ranks where it is sharded. A collective: every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
