@@ -183,7 +183,9 @@ def _parsed(path: Path) -> Iterator[_Record]:
         if path.suffix == ".json":
             try:
                 rows = json.load(lines)
-            except json.JSONDecodeError as error:
+            except UnicodeDecodeError:
+                raise
+            except (ValueError, RecursionError) as error:  # also a number of thousands of digits
                 raise UserError(f"{path}: not JSON ({error}); give a list of objects") from error
             if not isinstance(rows, list):
                 raise UserError(f"{path}: holds one {type(rows).__name__}; give a list of objects, or a .jsonl file")
@@ -194,8 +196,9 @@ def _parsed(path: Path) -> Iterator[_Record]:
                 continue
             try:
                 yield _Record(f"{path.name}:{number}", json.loads(line))
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}, line {number}: not JSON ({error.msg}); repair or remove the line") from error
+            except (ValueError, RecursionError) as error:
+                reason = getattr(error, "msg", error)
+                raise UserError(f"{path}, line {number}: not JSON ({reason}); repair or remove the line") from error
 
 
 def _hub_records(source: Source) -> Iterator[_Record]:

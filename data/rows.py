@@ -85,7 +85,29 @@ class Rows(Sequence[Row]):
         place = Path(folder) / split
         if not (place / "rows.json").is_file():
             raise UserError(f"{place}: no prepared rows; run `draftsmith prepare` first")
-        return cls(place)
+        try:
+            rows = cls(place)
+        except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
+            reason = str(error).split("\n")[0]
+            raise UserError(f"{place}: damaged rows ({reason}); run `draftsmith prepare` again") from error
+        if damage := rows._misfit():
+            raise UserError(f"{place}: damaged rows ({damage}); run `draftsmith prepare` again")
+        return rows
+
+    def _misfit(self) -> str:
+        """What does not fit together among the arrays, "" where all does."""
+        if any(array.ndim != 1 for array in (self._ids, self._supervised, self.offsets)) or not len(self.offsets):
+            return "an array is not a list of numbers"
+        if len(self._ids) != len(self._supervised) or self.offsets[0] != 0 or self.offsets[-1] != len(self._ids):
+            return "ids, masks and offsets have other lengths"
+        if (np.diff(self.offsets) < 0).any() or not len(self._domain_of) == len(self._document_of) == len(
+            self.offsets
+        ) - 1:
+            return "offsets are not those of the rows"
+        for numbers, names in ((self._domain_of, self.domains), (self._document_of, self._documents)):
+            if not isinstance(names, list) or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(names)):
+                return "a domain or document is not in the list of names"
+        return ""
 
     def __len__(self) -> int:
         return len(self._domain_of)
