@@ -1,4 +1,4 @@
-"""The figures of docs/scaling.md, from the functions that the pipeline itself uses; run it again after a change of codecs or heads."""
+"""The figures of docs/scaling.md, from the functions of the pipeline; run it again after a change of codecs or heads."""
 
 from pathlib import Path
 
@@ -27,6 +27,7 @@ def head_bytes(name: str) -> tuple[int, int]:
     """Parameters of an EAGLE head for a target, and bytes to train it: masters and gradients in fp32, one moment under Muon, two
     under AdamW."""
     width, vocabulary, blocks, heads, kv_heads, head_dim, intermediate, _ = TARGETS[name]
+    draft = DraftVocabulary(torch.arange(DRAFT_VOCABULARY), vocabulary)
     with torch.device("meta"):
         config = EagleConfig(
             kind="eagle3",
@@ -46,9 +47,11 @@ def head_bytes(name: str) -> tuple[int, int]:
             target_fingerprint="",
         )
         embedding = torch.nn.Embedding(vocabulary, width)
-        head = EagleHead(config, DraftVocabulary(torch.arange(DRAFT_VOCABULARY), vocabulary), embedding)
+        head = EagleHead(config, draft, embedding)
     groups = make_optimizer(head, 0.02, 0.002).param_groups
-    numbers = {rule: sum(p.numel() for g in groups if g["rule"] == rule for p in g["params"]) for rule in ("muon", "adamw")}
+    numbers = {
+        rule: sum(p.numel() for g in groups if g["rule"] == rule for p in g["params"]) for rule in ("muon", "adamw")
+    }
     return sum(numbers.values()), 12 * numbers["muon"] + 16 * numbers["adamw"]
 
 
@@ -59,7 +62,11 @@ def figures() -> str:
             settings = CacheSettings.model_validate({"state_codec": codec})
             size = bytes_per_token(cache_fields(settings, width, vocabulary, blocks))
             lines.append(f"| {name} | {codec} | {size:,} | {size * TOKENS / 1e12:.2f} TB |")
-    lines += ["", "| target | head | to train it, one rank | per rank of 8, FSDP2 | target's weights |", "|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| target | head | to train it, one rank | per rank of 8, FSDP2 | target's weights |",
+        "|---|---|---|---|---|",
+    ]
     for name, (*_, weights) in TARGETS.items():
         count, size = head_bytes(name)
         lines.append(f"| {name} | {count / 1e6:,.0f} M | {size / 1e9:.1f} GB | {size / 8e9:.2f} GB | {weights} GB |")

@@ -114,7 +114,13 @@ def _split(documents: list[Document], held_out: float) -> list[str]:
 
 def _unique(documents: Iterable[Document], seen: set[bytes]) -> Iterator[Document]:
     for document in documents:
-        key = hashlib.sha256(document.content().encode("utf-8", "surrogatepass")).digest()
+        try:
+            key = hashlib.sha256(document.content().encode()).digest()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])
+            raise UserError(
+                f"{document.name}: holds {half}, half a character that no file can hold; repair it"
+            ) from error
         if key not in seen:
             seen.add(key)
             yield document
