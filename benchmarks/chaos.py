@@ -143,9 +143,9 @@ def _timeless(value: Any) -> Any:
 class Campaign:
     """The reference run with a copy of its state before every stage, and faults against it."""
 
-    def __init__(self, work: Path) -> None:
-        self.work = work
-        self.run, self.config = work / "x", work / "x.yaml"
+    def __init__(self, work: Path, stages: tuple[str, ...] = STAGES) -> None:
+        self.work, self.stages = work, stages
+        self.run, self.config, self.after = work / "x", work / "x.yaml", work / "after"
         self.before: dict[str, Path] = {}
         self.wanted: dict[str, dict[str, str]] = {}
         self.seconds: dict[str, float] = {}
@@ -158,12 +158,13 @@ class Campaign:
         (self.work / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
         self.config.write_text(CONFIG.format(root=self.work))
         self.command("target")
-        for stage in STAGES:
+        for stage in self.stages:
             self.before[stage] = self.work / "before" / stage
             shutil.copytree(self.run, self.before[stage], dirs_exist_ok=True)
             self.seconds[stage] = self.command(stage).seconds
             self.wanted[stage] = contents(self.run, stage)
             assert self.wanted[stage], stage
+        shutil.copytree(self.run, self.after)
 
     def command(self, stage: str, **options: Any) -> Child:
         """One command, which must end well unless it is disturbed."""
@@ -176,7 +177,8 @@ class Campaign:
         """Inject fault `number`; its kind, stage and moment follow from the number alone."""
         rng = random.Random(number)
         kind = KINDS[number % len(KINDS)]
-        stage = rng.choice(("distill", "train-eagle") if kind in ("tracker", "dead rank") else STAGES)
+        trained = kind in ("tracker", "dead rank")
+        stage = rng.choice([stage for stage in self.stages if not trained or stage in ("distill", "train-eagle")])
         self._fresh(stage)
         started = time.monotonic()
         try:
@@ -210,12 +212,10 @@ class Campaign:
 
     @property
     def losses(self) -> dict[str, list[float]]:
-        """Of the undisturbed trainings, which stand in the copies made before the last stage."""
+        """Of the undisturbed trainings."""
         found = {}
         for stage in ("distill", "train-eagle"):
-            lines = (
-                next((self.before["eval-acceptance"] / MADE[stage][0]).rglob("training.jsonl")).read_text().splitlines()
-            )
+            lines = next((self.after / MADE[stage][0]).rglob("training.jsonl")).read_text().splitlines()
             found[stage] = [json.loads(line)["loss"] for line in lines]
         return found
 
@@ -269,7 +269,7 @@ class Campaign:
         return victim, victim.read_bytes()
 
     def _full_disk(self, stage: str, rng: random.Random) -> tuple[str, Child]:
-        written = sum(path.stat().st_size for name in MADE[stage] for path in self._reference(name).rglob("*"))
+        written = sum(path.stat().st_size for name in MADE[stage] for path in (self.after / name).rglob("*"))
         room = int(rng.uniform(0.0, 1.0) * written)
         if not self.tmpfs:
             limit = max(4096, room // 2)
@@ -289,10 +289,6 @@ class Campaign:
         first = self._disturbed(stage)
         subprocess.run(["mount", "-o", "remount,size=256m", str(self.run)], check=True)
         return f"tmpfs with {room + 65536} bytes free", first
-
-    def _reference(self, name: str) -> Path:
-        later = [self.before[stage] / name for stage in STAGES if (self.before[stage] / name).exists()]
-        return later[-1] if later else self.before["cache"] / "rows"
 
     def _tracker(self, stage: str, rng: random.Random) -> tuple[str, Child]:
         last = rng.randrange(8)

@@ -83,7 +83,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(
             f"{path}: field {where}: {error.errors()[0]['msg']}; delete the folder and make the cache again"
         ) from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error}); delete the folder and make the cache again") from error
     for key, value in CONVENTIONS.items():
         if manifest.conventions.get(key) != value:
