@@ -65,7 +65,33 @@ class Rows(Sequence[Row]):
         place = Path(folder) / split
         if not (place / "rows.json").is_file():
             raise UserError(f"{place}: no prepared rows; run `draftsmith prepare` first")
-        return cls(place)
+        try:
+            rows = cls(place)
+        except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
+            reason = str(error).split("\n")[0]
+            raise UserError(f"{place}: damaged rows ({reason}); run `draftsmith prepare` again") from error
+        if damage := rows._misfit():
+            raise UserError(f"{place}: damaged rows ({damage}); run `draftsmith prepare` again")
+        return rows
+
+    def _misfit(self) -> str:
+        """What does not fit together among the arrays, "" where all does."""
+        edges = (self.offsets, self._name_offsets)
+        if any(array.ndim != 1 for array in (self._ids, self._supervised, self._names, self._domain_of, *edges)):
+            return "an array is not a list of numbers"
+        if len(self._ids) != len(self._supervised):
+            return "ids and masks have other lengths"
+        for offsets, whole in zip(edges, (self._ids, self._names), strict=True):
+            if len(offsets) != len(self._domain_of) + 1 or offsets[0] != 0 or offsets[-1] != len(whole):
+                return "offsets are not those of the rows"
+            if (np.diff(offsets) < 0).any():
+                return "offsets are not those of the rows"
+        domains = self._domain_of
+        if not isinstance(self.domains, list) or (
+            len(domains) and not 0 <= domains.min() <= domains.max() < len(self.domains)
+        ):
+            return "a domain is not in the list of names"
+        return ""
 
     def __len__(self) -> int:
         return len(self._domain_of)
@@ -75,7 +101,7 @@ class Rows(Sequence[Row]):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
         span, name = (slice(int(o[index]), int(o[index + 1])) for o in (self.offsets, self._name_offsets))
-        document = self._names[name].tobytes().decode()
+        document = self._names[name].tobytes().decode(errors="replace")
         return Row(np.array(self._ids[span]), np.array(self._supervised[span]), self.domain(index), document)
 
     def __iter__(self) -> Iterator[Row]:

@@ -1,5 +1,5 @@
 """The `draftsmith` command: arguments in, exit code out (0 done, 2 the user's input is wrong, 1 a fault of ours,
-such as a draft whose greedy output differs from plain decoding).
+such as a draft whose greedy output differs from plain decoding, 130 and 143 ended by SIGINT and SIGTERM).
 
 Imports nothing heavy before a command runs, so that `--help` is instant.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from draftsmith.errors import UserError
+from draftsmith.errors import Stopped, UserError
 
 if TYPE_CHECKING:
     from draftsmith.config import Loaded
@@ -41,12 +41,22 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except UserError as error:
         print(f"draftsmith: {error}", file=sys.stderr)
         sys.exit(2)
+    except Stopped as stopped:
+        print(f"draftsmith: {stopped}", file=sys.stderr)
+        sys.exit(128 + stopped.signal)
     sys.exit(0)
 
 
 def say(text: str) -> None:
-    """Print one line at once, also into a log file."""
-    print(text, flush=True)
+    """Print one line at once, also into a log file; of several ranks the main one alone."""
+    from draftsmith.files import is_main
+
+    if is_main():
+        print(text, flush=True)
+
+
+def _stop(number: int) -> NoReturn:
+    raise Stopped(number, "stopped; what is finished is kept, and the same command continues from there")
 
 
 def _load(config: Path, overrides: list[str] | None) -> "Loaded":
@@ -61,19 +71,31 @@ def _run(loaded: "Loaded", stage: str) -> Path:
     """Run what `stage` needs and is not up to date; returns the run folder."""
     from transformers.utils import logging
 
+    from draftsmith.files import is_main
     from draftsmith.run import RunFolder, execute, needed, schedule
     from draftsmith.stages import Work, stage_units
+    from draftsmith.train.signals import on_signals
 
     logging.disable_progress_bar()  # the stages have their own; bars of single files are noise beside them
-    work = Work(loaded.config, say)
-    units, folder = needed(stage_units(loaded.config, work), stage), RunFolder(loaded.config.run)
-    folder.describe(loaded)
-    try:
-        if any(schedule(units, folder).values()):
-            work.write_environment()
-        execute(units, folder, say)
-    finally:
-        work.tracking.close()
+    with on_signals(_stop):
+        work = Work(loaded.config, say)
+        units, folder = needed(stage_units(loaded.config, work), stage), RunFolder(loaded.config.run)
+        if loaded.config.target.trust_remote_code:
+            say(
+                f"WARNING: target.trust_remote_code is on: code that comes with {loaded.config.target.path} runs as you"
+            )
+        if not is_main():
+            execute(units, folder, say)
+            return folder.path
+        folder.make()
+        with folder.lock():
+            folder.describe(loaded)
+            try:
+                if any(schedule(units, folder).values()):
+                    work.write_environment()
+                execute(units, folder, say)
+            finally:
+                work.tracking.close()
     return folder.path
 
 
@@ -202,8 +224,10 @@ def report(
 ) -> None:
     """Rebuild the HTML report of a run."""
     from draftsmith.eval.report import build_report
+    from draftsmith.run import RunFolder
 
-    page = build_report(run)
+    with RunFolder(run).lock():
+        page = build_report(run)
     _print_results(run)
     say(f"report: {page}")
 

@@ -144,7 +144,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read ({error}); give the path of a YAML file") from error
     try:
         values = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:  # ValueError: an impossible date, say
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = f", line {mark.line + 1}" if mark is not None else ""
         raise UserError(f"{path}{place}: not valid YAML ({problem or 'unreadable'}); correct this line") from error
@@ -162,7 +162,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise UserError(f"override {override!r}: write key.sub=value, such as evaluation.K=4")
     try:
         value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:
         raise UserError(f"override {override!r}: the value is not valid YAML; put it in quotes") from error
     place: Any = values
     for depth, part in enumerate(parts):

@@ -3,3 +3,14 @@
 
 class UserError(Exception):
     """Wrong input. The message is one line that names the file, the field and the remedy."""
+
+
+class Stopped(BaseException):
+    """The user or the system asked the command to end; all that was done is kept. Exit code 128 + `signal`.
+
+    No `Exception`, so that nothing that survives failures (a tracker's, a row's) survives this.
+    """
+
+    def __init__(self, signal: int, message: str) -> None:
+        super().__init__(message)
+        self.signal = signal

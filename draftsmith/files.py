@@ -1,4 +1,4 @@
-"""Files that are either complete or absent, and digests that name content."""
+"""Files that are either complete or absent, digests that name content, and which of several processes writes."""
 
 import hashlib
 import json
@@ -51,3 +51,13 @@ def digest(value: Any) -> str:
     """Sixteen hex digits that name a JSON-serialisable value; the order of keys does not matter."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def is_main() -> bool:
+    """Whether this process is the only one or the first of its launch: the one that writes and prints."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def several_ranks() -> bool:
+    """Whether `accelerate launch` started this process with others."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"

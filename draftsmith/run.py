@@ -5,12 +5,17 @@ settings, the runs of its inputs and its outputs are what its record says. A uni
 built on it stale even with equal settings: training need not repeat bit for bit.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
+import os
+import platform
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -22,9 +27,12 @@ import yaml
 from draftsmith import __version__
 from draftsmith.config import Loaded
 from draftsmith.errors import UserError
-from draftsmith.files import digest, publish_json, publish_text
+from draftsmith.files import digest, is_main, publish_json, publish_text, several_ranks
+from draftsmith.settings import without_secrets
 
-RECORDS = "stages"
+RECORDS, LOCK = "stages", ".lock"
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL_TEXTS = ("No space left", "File too large", "quota exceeded")  # as libraries that hide the number write it
 DIGESTED_BYTES = 64 << 20
 
 
@@ -34,7 +42,7 @@ class Unit:
 
     `settings`: JSON, all that its result depends on beside its inputs. `inputs`: keys of earlier units. `outputs`:
     files and folders below the run folder that `work` makes; what lies there from other settings is removed before
-    it runs, except where the unit `resumes` and judges that itself.
+    it runs, except where the unit `resumes` and judges that itself. `ranks`: several ranks may do it together.
     """
 
     stage: str
@@ -44,6 +52,7 @@ class Unit:
     outputs: tuple[str, ...]
     work: Callable[[], None] = field(compare=False)
     resumes: bool = False
+    ranks: bool = False
 
     @property
     def key(self) -> str:
@@ -56,16 +65,41 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def describe(self, loaded: Loaded) -> None:
-        """Write run.yaml (only what the user set) and resolved.yaml. Raises UserError where that is impossible."""
+    def make(self) -> None:
+        """The folder itself. Raises UserError where that is impossible."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
                 f"run_root: {self.path} cannot be made ({error.strerror}); give another run_root"
             ) from error
-        publish_text(self.path / "run.yaml", _yaml(loaded.given))
-        publish_text(self.path / "resolved.yaml", _yaml(loaded.config.model_dump(mode="json")))
+
+    def describe(self, loaded: Loaded) -> None:
+        """Write run.yaml (only what the user set) and resolved.yaml."""
+        publish_text(self.path / "run.yaml", _yaml(without_secrets(loaded.given)))
+        publish_text(self.path / "resolved.yaml", _yaml(without_secrets(loaded.config.model_dump(mode="json"))))
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """The folder is this process's alone inside the block. Raises UserError while another one that lives has it.
+
+        The system frees the lock when its owner ends, however that happens: there are no stale ones.
+        """
+        if not self.path.is_dir():
+            raise UserError(f"{self.path}: no such run folder; give a run's folder, such as runs/demo")
+        with (self.path / LOCK).open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise UserError(
+                    f"{self.path}: in use by {file.read().strip() or 'another process'}; "
+                    "wait for its end, or give this run another name"
+                ) from None
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}\n")
+            file.flush()
+            yield
 
     def record(self, key: str) -> dict[str, Any] | None:
         """What is known of the last run of a unit. A damaged record counts as none: the unit runs again."""
@@ -78,11 +112,18 @@ class RunFolder:
     def reason(self, unit: Unit, running: Sequence[str] = ()) -> str:
         """Why `unit` must run, "" when it need not. `running`: keys of units that run before it in the same call."""
         record = self.record(unit.key)
-        if record is None or "id" not in record:
-            return "not done yet" if record is None else "interrupted last time"
+        if record is None:
+            return "not done yet"
+        if "id" not in record:
+            changed = self._differs(unit, record)
+            return (
+                f"interrupted last time, then changed: {', '.join(changed)}; begins anew"
+                if changed
+                else "interrupted last time"
+            )
         if record.get("version") != __version__:
             return f"made by version {record.get('version')}"
-        if changed := _differences(record.get("settings"), unit.settings):
+        if changed := _differences(record.get("settings"), without_secrets(unit.settings)):
             return "changed: " + ", ".join(changed[:4]) + (", …" if len(changed) > 4 else "")
         for key in unit.inputs:
             if key in running or self._id(key) != record.get("inputs", {}).get(key):
@@ -97,16 +138,24 @@ class RunFolder:
 
         A unit that resumes may refuse the change and leave its outputs alone: its last record then stays true.
         """
-        state = {"unit": unit.key, "version": __version__, "settings": unit.settings}
-        if not unit.resumes:
+        inputs = {key: self._id(key) for key in unit.inputs}
+        state = {"unit": unit.key, "version": __version__, "settings": without_secrets(unit.settings), "inputs": inputs}
+        if not unit.resumes and is_main():
             self._clear(unit)
             publish_json(self._place(unit.key), state | {"state": "started"})
         started = time.monotonic()
-        unit.work()
+        try:
+            unit.work()
+        except Exception as error:
+            if _disk_is_full(error):
+                reason = str(error).splitlines()[0]
+                raise UserError(f"{unit.key}: {reason}; free some space and run the same command again") from error
+            raise
         seconds = time.monotonic() - started
+        if not is_main():
+            return seconds
         finished = {
             "id": uuid.uuid4().hex,
-            "inputs": {key: self._id(key) for key in unit.inputs},
             "outputs": self._marks(unit),
             "seconds": round(seconds, 1),
         }
@@ -114,8 +163,8 @@ class RunFolder:
         return seconds
 
     def _clear(self, unit: Unit) -> None:
-        record = self.record(unit.key) or {}
-        if "id" not in record and not _differences(record.get("settings"), unit.settings):
+        record = self.record(unit.key)
+        if record is not None and "id" not in record and not self._differs(unit, record):
             return  # interrupted with the same settings: what is there may be of use
         for name in unit.outputs:
             place = self.path / name
@@ -123,6 +172,12 @@ class RunFolder:
                 shutil.rmtree(place)
             else:
                 place.unlink(missing_ok=True)
+
+    def _differs(self, unit: Unit, record: dict[str, Any]) -> list[str]:
+        """Which settings and inputs of an interrupted unit are no longer what its record says."""
+        inputs = record.get("inputs", {})
+        changed = _differences(record.get("settings"), without_secrets(unit.settings))[:4]
+        return changed + [key for key in unit.inputs if self._id(key) != inputs.get(key)]
 
     def _marks(self, unit: Unit) -> dict[str, str | None]:
         """A mark of every file below the unit's outputs. Raises where one was not made: a fault of ours."""
@@ -155,6 +210,11 @@ def execute(units: Sequence[Unit], folder: RunFolder, say: Callable[[str], None]
             if not reasons[unit.key]:
                 say(f"{unit.key}: unchanged, skipped")
                 continue
+            if not unit.ranks and several_ranks():
+                raise UserError(
+                    f"{unit.key}: one process does this ({reasons[unit.key]}); run `draftsmith {unit.stage}` "
+                    "without accelerate first"
+                )
             say(f"{unit.key}: runs ({reasons[unit.key]})")
             seconds = folder.run(unit)
             ran.append(unit.key)
@@ -198,6 +258,11 @@ def stamp(path: Path, content: bool) -> str:
                 mark = hashlib.file_digest(stream, "sha256").hexdigest()
         entries.append([file.relative_to(path).as_posix() if path.is_dir() else file.name, about.st_size, mark])
     return digest(entries)
+
+
+def _disk_is_full(error: Exception) -> bool:
+    full = isinstance(error, OSError) and error.errno in FULL
+    return not isinstance(error, UserError) and (full or any(text in str(error) for text in FULL_TEXTS))
 
 
 def _differences(old: Any, new: Any, prefix: str = "") -> list[str]:

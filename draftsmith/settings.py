@@ -1,5 +1,7 @@
 """The base of every settings class. Each stage declares its own fields beside the code that uses them."""
 
+import os
+import re
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -20,3 +22,23 @@ def flat(values: dict[str, Any], separator: str = ".") -> dict[str, Any]:
         else:
             found[str(key)] = value
     return found
+
+
+SECRET = re.compile(r"(^|[_.-])(api_?key|access_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+
+
+def without_secrets(values: Any) -> Any:
+    """Nested values for a file, a log or a tracker: text under a name such as `api_key` or `token` is left out, and so is what
+    the environment holds under such a name (HF_TOKEN, WANDB_API_KEY), wherever it was written."""
+    known = [value for name, value in os.environ.items() if SECRET.search(name) and len(value) >= 8]
+
+    def clean(value: Any, name: str) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(inner, str(key)) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [clean(inner, name) for inner in value]
+        if isinstance(value, str) and (SECRET.search(name) or any(secret in value for secret in known)):
+            return "(left out)"
+        return value
+
+    return clean(values, "")

@@ -36,7 +36,7 @@ STAGES = ("target", "prepare", "cache", "distill", "train-eagle", "eval-acceptan
 TRAINED = "distilled"  # the draft LM's name; its starting point is "untrained"
 TRAINING_INPUTS = ("target", "prepare", "cache")  # the held-out rows choose the weights that are kept
 # Settings that change how fast a stage is and not what it makes: to change one is no reason to run again.
-SPEED = {"cache": {"batch_tokens"}}
+SPEED = {"cache": {"batch_tokens"}, "training": {"checkpoint_every", "bad_rows"}}
 
 
 def stage_units(config: Config, work: "Work") -> list[Unit]:
@@ -59,16 +59,25 @@ def stage_units(config: Config, work: "Work") -> list[Unit]:
         Unit(
             "distill",
             "",
-            {"distill": resolved["distill"], "seed": seed},
+            {"distill": _lasting(resolved["distill"]), "seed": seed},
             TRAINING_INPUTS,
             ("draft",),
             work.distill,
+            ranks=True,
         ),
     ]
     for name, settings in resolved["eagle"].items():
         train = functools.partial(work.train_eagle, name)
         units.append(
-            Unit("train-eagle", name, {"eagle": settings, "seed": seed}, TRAINING_INPUTS, (f"eagle/{name}",), train)
+            Unit(
+                "train-eagle",
+                name,
+                {"eagle": _lasting(settings), "seed": seed},
+                TRAINING_INPUTS,
+                (f"eagle/{name}",),
+                train,
+                ranks=True,
+            )
         )
     measured = {key: value for key, value in resolved["evaluation"].items() if key != "drafts"}
     for draft in dict.fromkeys(config.evaluation.drafts):
@@ -89,6 +98,11 @@ def stage_units(config: Config, work: "Work") -> list[Unit]:
         Unit("report", "", {"drafts": list(config.evaluation.drafts)}, results, ("report.html", "plots"), work.report)
     )
     return units
+
+
+def _lasting(training: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a training that its result depends on."""
+    return {key: value for key, value in training.items() if key not in SPEED["training"]}
 
 
 def _target_unit(config: Config, work: "Work", data: dict[str, Any]) -> Unit:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.settings import flat
+from draftsmith.settings import flat, without_secrets
 
 Log = Callable[[dict[str, float], int], None]
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
@@ -144,4 +144,5 @@ def _survives(name: str, act: Callable[[], None]) -> bool:
 
 def _plain_values(values: dict[str, Any]) -> dict[str, Any]:
     """Nested settings as dotted names with values that every tracker takes."""
-    return {name: value if isinstance(value, str | int | float) else str(value) for name, value in flat(values).items()}
+    named = flat(without_secrets(values))
+    return {name: value if isinstance(value, str | int | float) else str(value) for name, value in named.items()}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from draftsmith.data.cache.online import AnyCache
 from draftsmith.data.rows import Rows
+from draftsmith.files import is_main
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.target import Target
 from draftsmith.train.held_out import HeldOut
@@ -61,7 +62,8 @@ def distill(
 ) -> Summary:
     """Train a draft LM on the cache; `folder/distilled` gets the best weights, `folder/untrained` the start."""
     draft = new_draft(target, settings, seed)
-    draft.save(folder / "untrained", target)
+    if is_main():
+        draft.save(folder / "untrained", target)
     objective = DraftLMObjective(draft, make_loss(settings), target_head=frozen_head(target))
     rows = [held_out[i] for i in range(min(settings.held_out_rows, len(held_out)))]
     return train(

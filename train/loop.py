@@ -1,67 +1,59 @@
-"""One training loop for every draft: cached rows in, optimiser steps, held-out acceptance, the best weights out.
+"""One training loop for every draft: rows in, optimiser steps, held-out acceptance, the best weights out, and no work lost.
 
 Loss of a step = Σ over its supervised predictions of weight · value, divided by Σ of the weights in the whole step: it depends on
-neither padding nor how the step is split into micro-batches. Knows no draft type and no file format of drafts.
+neither padding nor how the step is split into micro-batches and over ranks. A run that was ended at any instant continues from
+its last checkpoint as if nothing had happened (fp32 on one rank: bit by bit). Knows no draft type and no file format of drafts.
 """
 
 import json
+import math
 import resource
+import signal
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+import xxhash
+from safetensors import SafetensorError
+from torch import Tensor, nn
 
-from draftsmith.data.batches import Batch, length_buckets
-from draftsmith.errors import UserError
-from draftsmith.progress import ticker
+from draftsmith.data.batches import Batch
+from draftsmith.errors import Stopped, UserError
+from draftsmith.progress import Ticker, ticker
+from draftsmith.train.checkpoint import Checkpoints, capture, generators, restore, set_generators, trained
+from draftsmith.train.faults import nonfinite, nonfinite_gradients
+from draftsmith.train.feeder import Feeder, Loaded, Source, batch_plan
 from draftsmith.train.held_out import HeldOut
 from draftsmith.train.objectives import Objective, Sums
 from draftsmith.train.optim import compute_dtype, make_optimizer, schedule, set_learning_rate
+from draftsmith.train.ranks import Ranks, unsharded
 from draftsmith.train.settings import TrainSettings
+from draftsmith.train.signals import on_signals
 
 Log = Callable[[dict[str, float], int], None]
-
-
-class Source(Protocol):
-    """Where rows come from: a cache on disk, the target at work, the draft's own continuations."""
-
-    lengths: np.ndarray  # int64 [rows], tokens of each
-
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """Some rows with all that their objective needs, padded."""
-        ...
+CHECKPOINTS = "checkpoints"
+SPEED = {"checkpoint_every", "bad_rows"}  # settings that may change between an interrupted run and its resumption
 
 
 @dataclass
 class Summary:
-    """What a training run came to. expected_acceptance: held out, per rollout step, of the weights that were kept."""
+    """What a training run came to. expected_acceptance: held out, per rollout step, of the weights that were kept, which are
+    those of best_step; last: of the weights at the end, step `steps`. seconds: of all its parts, if it was interrupted."""
 
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
     best_step: int = 0
     expected_acceptance: list[float] = field(default_factory=list)
+    last: list[float] = field(default_factory=list)
     at_start: list[float] = field(default_factory=list)
-
-
-def batch_plan(lengths: np.ndarray, settings: TrainSettings, seed: int) -> list[list[list[int]]]:
-    """Every optimiser step's micro-batches of row numbers, fixed by the seed: epochs of bucketed rows until the token budget."""
-    rng = np.random.default_rng(seed)
-    micro: list[list[int]] = []
-    tokens = 0
-    while tokens < settings.tokens:
-        for batch in length_buckets(lengths, settings.batch_tokens, rng):
-            micro.append(batch)
-            tokens += int(lengths[batch].sum())
-            if tokens >= settings.tokens:
-                break
-    size = settings.accumulate
-    return [micro[i : i + size] for i in range(0, len(micro), size)]
+    bad_rows: int = 0
 
 
 def train(
@@ -78,69 +70,301 @@ def train(
 ) -> Summary:
     """Train `objective` on the rows of `source`. `keep()` is called whenever held-out acceptance is the best so far.
 
-    Writes `<folder>/training.jsonl`. Raises UserError for a loss that is not finite, naming step and rows.
+    Writes `<folder>/training.jsonl`, and `<folder>/checkpoints` until it is done; continues from what it finds there. Under
+    several ranks all of them call it, and only the main one keeps, writes and logs. Raises UserError for a number that is not
+    finite (naming tensor, row and step), for too many unreadable rows, a disk that refuses, and checkpoints of other settings;
+    Stopped after SIGINT or SIGTERM, when the run is saved.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    plan = batch_plan(source.lengths, settings, seed)
-    device = held_out.target.device
-    precision = "bf16" if compute_dtype(device) == torch.bfloat16 else "no"
-    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
-    optimizer = make_optimizer(objective, settings.matrix_lr, settings.other_lr, settings.weight_decay)
-    model, optimizer = accelerator.prepare(objective, optimizer)
-    summary = Summary(steps=len(plan), at_start=held_out.expected_acceptance(objective))
-    validate_at = {round((i + 1) * len(plan) / settings.validations) for i in range(settings.validations)}
-    best, kept, started = -1.0, summary.at_start, time.monotonic()
-    total = sum(int(source.lengths[rows].sum()) for micro in plan for rows in micro)
-    with (folder / "training.jsonl").open("w") as lines, ticker(title, total, "tokens") as progress:
-        for step, micro in enumerate(plan):
-            batches = [source.batch(rows).to(device) for rows in micro]
-            set_learning_rate(optimizer, schedule(step, len(plan), max(1, round(settings.warmup * len(plan)))))
-            loss, sums = _step(model, objective, batches, optimizer, accelerator, settings.clip)
-            if not np.isfinite(loss):
-                raise UserError(
-                    f"{title}: the loss is {loss} at step {step}, rows {[r for rows in micro for r in rows]}"
-                )
-            tokens = sum(int(batch.lengths.sum()) for batch in batches)
-            summary.tokens += tokens
-            progress.advance(tokens, f"loss {loss:.3f}")
-            record = _record(loss, sums, optimizer.param_groups[0]["lr"], progress.rate)
-            if step + 1 in validate_at:
-                summary.expected_acceptance = held_out.expected_acceptance(objective)
-                record["held_out_run_length"] = _run_length(summary.expected_acceptance)
-                if not np.isfinite(record["held_out_run_length"]):
-                    raise UserError(
-                        f"{title}: held-out acceptance is not a number at step {step}; lower matrix_lr and other_lr"
-                    )
-                if record["held_out_run_length"] > best:
-                    best, summary.best_step, kept = record["held_out_run_length"], step + 1, summary.expected_acceptance
-                    keep()
-            if step % settings.log_every == 0 or step + 1 in validate_at:
-                lines.write(json.dumps({"step": step + 1, **record}) + "\n")
-                lines.flush()
-                if log is not None:
-                    log(record, step + 1)
-    summary.expected_acceptance = kept
-    summary.seconds = time.monotonic() - started
-    return summary
+    return _Trainer(objective, source, held_out, settings, folder, seed, keep, log, title).run()
 
 
-def _step(model, objective: Objective, batches: list[Batch], optimizer, accelerator: Accelerator, clip: float):  # type: ignore[no-untyped-def]
-    """One optimiser step over its micro-batches. Returns the step's loss, and its sums without gradient."""
-    weight = max(sum(objective.weight(batch) for batch in batches), 1e-9)
-    parts: list[Sums] = []
-    for batch in batches:
-        with accelerator.autocast():
-            sums = model(batch)
-        accelerator.backward(sums.loss / weight)
-        parts.append(Sums(sums.loss.detach(), sums.accepted, sums.count))
-    if clip:
-        accelerator.clip_grad_norm_(objective.parameters(), clip)
-    optimizer.step()
-    optimizer.zero_grad()
-    total = Sums(
-        *(torch.stack([getattr(part, name) for part in parts]).sum(0) for name in ("loss", "accepted", "count"))
+class _Replica(nn.Module):
+    """An objective whose result is a tuple, where the hooks of FSDP2 look for tensors."""
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__()
+        self.objective = objective
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        sums = self.objective(batch)
+        return sums.loss, sums.accepted, sums.count
+
+
+@dataclass
+class _Position:
+    """Where a run stands: all that a checkpoint holds beside tensors."""
+
+    step: int = 0
+    best: float = -1.0
+    since_best: int = 0
+    line_bytes: int = 0
+    summary: Summary = field(default_factory=Summary)
+
+
+class _Trainer:
+    """One run from its start or last checkpoint to its end."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        source: Source,
+        held_out: HeldOut,
+        settings: TrainSettings,
+        folder: Path,
+        seed: int,
+        keep: Callable[[], None],
+        log: Log | None,
+        title: str,
+    ) -> None:
+        self.objective, self.source, self.held_out, self.settings = objective, source, held_out, settings
+        self.folder, self.seed, self.keep, self.log, self.title = folder, seed, keep, log, title
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS)
+        self.at = _Position()
+        self.stop: int | None = None  # the signal that asked for it
+        self.before = 0.0  # seconds of earlier parts of this run
+        self.started = time.monotonic()
+
+    def run(self) -> Summary:
+        """The whole of it. The checkpoints are gone when it returns: the draft that was kept is the result."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for parameter in self.objective.parameters():
+            parameter.data = parameter.data.float()  # masters: below 2⁻⁸ of a weight a bf16 step is no step
+        self.plan = batch_plan(self.source.lengths, self.settings, self.seed)
+        self.device = self.held_out.target.device
+        self.identity = identity(self.objective, self.source, self.held_out, self.settings, self.seed)
+        self.ranks = Ranks(self.device, "bf16" if compute_dtype(self.device) == torch.bfloat16 else "no")
+        self.feeder = Feeder(self.source, self.ranks.index, self.ranks.size, self.device)
+        self.model = self.ranks.wrap(_Replica(self.objective))
+        self.optimizer = make_optimizer(
+            self.objective, self.settings.matrix_lr, self.settings.other_lr, self.settings.weight_decay
+        )
+        with on_signals(self._asked_to_stop):
+            try:
+                self._begin()
+                self._loop()
+            except (OSError, SafetensorError) as error:
+                reason = str(error).splitlines()[0]
+                raise UserError(f"{self.title}: cannot be written ({reason}); {self._how_to_go_on()}") from error
+        self.ranks.wait()
+        if self.ranks.main:
+            self.checkpoints.clear()
+        self.at.summary.seconds = self._seconds()
+        return self.at.summary
+
+    def _begin(self) -> None:
+        """From the newest checkpoint, or from the start, which is saved at once: a full disk shows before the work."""
+        note = self._say
+        place = self.ranks.agree(self.checkpoints.newest(note) if self.ranks.main else None)
+        if place is not None:
+            self._resume(*self.checkpoints.read(place))
+            return
+        self.at.summary.at_start = self._acceptance()
+        self.at.summary.expected_acceptance = self.at.summary.at_start
+        if self.ranks.main:
+            (self.folder / "training.jsonl").write_text("")
+        if self.ranks.size > self.settings.accumulate:
+            self._say(
+                f"accumulate is {self.settings.accumulate}: {self.ranks.size} ranks need as many micro-batches a step"
+            )
+        self._save()
+
+    def _resume(self, state: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> None:
+        found = state["identity"]
+        if changed := [key for key, value in self.identity.items() if found.get(key) != value]:
+            raise UserError(
+                f"{self.checkpoints.folder}: of a run with another {', '.join(changed)}; "
+                "restore the setting to continue it, or delete the folder to begin anew"
+            )
+        restore(self.objective, self.optimizer, tensors)
+        set_generators(state["generators"])
+        position = state["position"]
+        self.at = _Position(**{**position, "summary": Summary(**position["summary"])})
+        self.before = self.at.summary.seconds
+        if self.ranks.main:
+            with (self.folder / "training.jsonl").open("ab") as lines:
+                lines.truncate(self.at.line_bytes)  # later lines come again
+        self._say(f"continues at step {self.at.step} of {len(self.plan)}")
+        if state["ranks"] != self.ranks.size:
+            self._say(
+                f"{state['ranks']} ranks before, {self.ranks.size} now: same rows in the same order, other rounding"
+            )
+
+    def _loop(self) -> None:
+        lengths, at, settings = self.source.lengths, self.at, self.settings
+        self.validate_at = {round((i + 1) * len(self.plan) / settings.validations) for i in range(settings.validations)}
+        total = sum(int(lengths[rows].sum()) for micro in self.plan[at.step :] for rows in micro)
+        self.started = time.monotonic()
+        with (
+            (self.folder / "training.jsonl").open("a") if self.ranks.main else nullcontext() as lines,
+            ticker(self.title, total, "tokens") if self.ranks.main else nullcontext() as progress,
+        ):
+            while at.step < len(self.plan):
+                self._one(self.plan[at.step], lines, progress)
+                if settings.patience and at.since_best >= settings.patience:
+                    self._say(f"no better held-out acceptance in {settings.patience} validations: stops early")
+                    at.summary.steps = at.step
+                    break
+                if at.step % settings.checkpoint_every == 0 and at.step < len(self.plan):
+                    self._save(lines)
+
+    def _one(self, micro: list[list[int]], lines: IO[str] | None, progress: Ticker | None) -> None:
+        """One optimiser step and what follows from it."""
+        at, settings, step = self.at, self.settings, self.at.step
+        loaded = self.feeder.load(micro)
+        weight, stop, failed, dead = self.ranks.sum(
+            [
+                sum(self.objective.weight(batch) for batch in loaded.batches),
+                self.stop is not None,
+                len(loaded.failures),
+                loaded.dead,
+            ]
+        )
+        if stop:
+            self._save(lines)
+            raise Stopped(self.stop or signal.SIGTERM, f"{self.title}: saved; {self._how_to_go_on()}")
+        at.summary.bad_rows += round(failed)
+        self._check_rows(loaded, dead > 0)
+        warmup = max(1, round(settings.warmup * len(self.plan)))
+        set_learning_rate(self.optimizer, schedule(step, len(self.plan), warmup))
+        loss, sums = self._step(loaded, max(weight, 1e-9), micro)
+        at.step += 1
+        tokens = sum(int(self.source.lengths[rows].sum()) for rows in micro)
+        at.summary.tokens += tokens
+        at.summary.steps = at.step
+        rate = progress.rate if progress is not None else 0.0
+        record = _record(loss, sums, self.optimizer.param_groups[0]["lr"], rate) | {
+            "data_wait": self.feeder.waited / max(time.monotonic() - self.started, 1e-9)
+        }
+        if progress is not None:
+            progress.advance(tokens, _note(record))
+        if at.step in self.validate_at:
+            record |= self._validate(step)
+        if lines is not None and (step % settings.log_every == 0 or at.step in self.validate_at):
+            lines.write(json.dumps({"step": at.step, **record}) + "\n")
+            lines.flush()
+            if self.log is not None:
+                self.log(record, at.step)
+
+    def _check_rows(self, loaded: Loaded, dead: bool) -> None:
+        bad, limit = self.at.summary.bad_rows, self.settings.bad_rows * len(self.source.lengths)
+        for failure in loaded.failures:
+            self._say(f"left out: {failure}", main=False)
+        if bad > limit or dead:
+            first = loaded.failures[0] if loaded.failures else "seen by another rank"
+            raise UserError(
+                f"{self.title}: {bad} unreadable rows at step {self.at.step}, more than bad_rows = "
+                f"{self.settings.bad_rows:g} of {len(self.source.lengths)} allows; {first}"
+            )
+
+    def _step(self, loaded: Loaded, weight: float, micro: list[list[int]]) -> tuple[float, Sums]:
+        """Forward and backward over the micro-batches and one update. Returns loss and sums of the step over all ranks."""
+        ranks, parts = self.ranks, []
+        for number, batch in enumerate(loaded.batches):
+            with ranks.unsynchronised(self.model, last=number == len(loaded.batches) - 1):
+                with ranks.accelerator.autocast():
+                    value, accepted, count = self.model(batch)
+                # Both ways of several ranks average gradients over them, where their sum is meant.
+                (value * (ranks.size / weight)).backward()
+            parts.append(torch.cat([value.detach()[None], accepted, count]).double().cpu())
+        total = torch.tensor(ranks.sum(torch.stack(parts).sum(0).tolist()))
+        loss, K = float(total[0]) / weight, self.objective.steps
+        if not math.isfinite(loss):
+            with unsharded(self.objective):
+                cause = nonfinite(self.objective, loaded.batches, loaded.rows)
+            raise UserError(f"{self._unfinite(f'loss is {loss}', micro)}: {cause or 'seen by another rank'}")
+        parameters = [parameter for parameter in self.objective.parameters() if parameter.grad is not None]
+        norm = nn.utils.clip_grad_norm_(parameters, self.settings.clip or math.inf)
+        if not torch.isfinite(norm):
+            cause = nonfinite_gradients(self.objective)
+            raise UserError(f"{self._unfinite('gradient is not finite', micro)}: {cause or 'seen by another rank'}")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, Sums(total[0], total[1 : 1 + K], total[1 + K :])
+
+    def _unfinite(self, what: str, micro: list[list[int]]) -> str:
+        return f"{self.title}: the {what} at step {self.at.step}, rows {[row for rows in micro for row in rows]}"
+
+    def _validate(self, step: int) -> dict[str, float]:
+        """Held-out acceptance; the weights are kept where it is the best so far."""
+        at, acceptance = self.at, self._acceptance()
+        reached = _run_length(acceptance)
+        if not np.isfinite(reached):
+            raise UserError(
+                f"{self.title}: held-out acceptance is not a number at step {step}; lower matrix_lr and other_lr"
+            )
+        at.summary.last, at.since_best = acceptance, at.since_best + 1
+        if reached > at.best:
+            at.best, at.since_best, at.summary.best_step = reached, 0, at.step
+            at.summary.expected_acceptance = acceptance
+            with unsharded(self.objective):
+                if self.ranks.main:
+                    self.keep()
+        return {"held_out_run_length": reached, "best_run_length": at.best, "best_step": at.summary.best_step}
+
+    def _acceptance(self) -> list[float]:
+        with unsharded(self.objective):
+            return self.ranks.agree(self.held_out.expected_acceptance(self.objective) if self.ranks.main else None)
+
+    def _save(self, lines: IO[str] | None = None) -> None:
+        tensors = capture(self.objective, self.optimizer)
+        if not self.ranks.main:
+            return
+        self.at.line_bytes = lines.tell() if lines is not None else 0
+        self.at.summary.seconds = self._seconds()
+        state = {
+            "identity": self.identity,
+            "position": asdict(self.at),
+            "generators": generators(),
+            "ranks": self.ranks.size,
+        }
+        self.checkpoints.save(self.at.step, tensors, state)
+
+    def _asked_to_stop(self, number: int) -> None:
+        if self.stop is not None:
+            raise Stopped(number, f"{self.title}: stopped at once; {self._how_to_go_on()}")
+        self.stop = number
+
+    def _how_to_go_on(self) -> str:
+        return f"the same command continues from its last checkpoint (step {self.at.step} of {len(self.plan)} reached)"
+
+    def _seconds(self) -> float:
+        return self.before + time.monotonic() - self.started
+
+    def _say(self, text: str, main: bool = True) -> None:
+        if self.ranks.main or not main:
+            print(f"{self.title}: {text}", file=sys.stderr, flush=True)
+
+
+def _note(record: dict[str, float]) -> str:
+    return (
+        f"loss {record['loss']:.3f}  acceptance {record['expected_acceptance']:.3f}  "
+        f"data wait {record['data_wait']:.0%}  {record['memory_gb']:.1f} GB"
     )
-    return float(total.loss) / weight, total
+
+
+def identity(
+    objective: Objective, source: Source, held_out: HeldOut, settings: TrainSettings, seed: int
+) -> dict[str, Any]:
+    """What a checkpoint must agree in with the run that continues it, by the name that a refusal gives."""
+    start = xxhash.xxh3_64()
+    for name, parameter in trained(objective).items():
+        start.update(f"{name} {tuple(parameter.shape)}".encode())
+        start.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    rows = xxhash.xxh3_64(np.ascontiguousarray(source.lengths).tobytes())
+    rows.update(str(getattr(source, "identity", "")).encode())
+    text = xxhash.xxh3_64()
+    for batch in held_out.batches:
+        text.update(batch.token_ids.cpu().numpy().tobytes())
+    kept = {key: value for key, value in settings.model_dump(mode="json").items() if key not in SPEED}
+    return {
+        "objective": f"{type(objective).__name__}, {objective.steps} steps, decay {objective.decay}",
+        **kept,
+        "seed": seed,
+        "start of the weights": start.hexdigest(),
+        "vocabulary of the draft": xxhash.xxh3_64_hexdigest(objective.vocabulary.target_ids.cpu().numpy().tobytes()),
+        "rows": rows.hexdigest(),
+        "held-out rows": text.hexdigest(),
+    }
 
 
 def _record(loss: float, sums: Sums, learning_rate: float, rate: float) -> dict[str, float]:
@@ -151,8 +375,15 @@ def _record(loss: float, sums: Sums, learning_rate: float, rate: float) -> dict[
         **{f"expected_acceptance/{k}": value for k, value in enumerate(steps) if len(steps) > 1},
         "learning_rate": learning_rate,
         "tokens_per_second": rate,
-        "memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "memory_gb": _memory_gb(),
     }
+
+
+def _memory_gb() -> float:
+    """The most that this process has held: on its accelerator where it uses one, else in main memory."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def _run_length(acceptance: list[float]) -> float:

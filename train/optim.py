@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from draftsmith.train.ranks import local, share, whole
+
 # Steps of this quintic bring the singular values of a matrix of norm 1 to about 1 (0.7 to 1.2), which is all that Muon
 # needs (Jordan et al., https://kellerjordan.github.io/posts/muon/). Five steps lift all values above 0.003, three those
 # above 0.02; the few below matter so little that at small batches the two steps saved buy more as further tokens.
@@ -117,10 +119,11 @@ class MuonAdamW(torch.optim.Optimizer):
                 gradient = parameter.grad
                 assert gradient is not None
                 state["momentum"].lerp_(gradient, 1 - momentum)
-                directions.append(gradient.lerp(state["momentum"], momentum))
+                # The iteration multiplies whole matrices: sharded ones are gathered, and every rank keeps its own rows.
+                directions.append(whole(gradient.lerp(state["momentum"], momentum)))
             rate = group["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
             for parameter, update in zip(alike, orthogonalize(torch.stack(directions)), strict=True):
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(share(update, parameter), alpha=-rate)
 
     def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:
@@ -131,10 +134,10 @@ class MuonAdamW(torch.optim.Optimizer):
                 state["square"] = torch.zeros_like(parameter)
         states = [self.state[parameter] for parameter in parameters]
         adamw(
-            parameters,
-            [parameter.grad for parameter in parameters if parameter.grad is not None],
-            [state["mean"] for state in states],
-            [state["square"] for state in states],
+            [local(parameter) for parameter in parameters],
+            [local(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            [local(state["mean"]) for state in states],
+            [local(state["square"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=True,

@@ -27,7 +27,9 @@ class TrainSettings(Settings):
     target and draft alike, 1 unless the cache keeps the whole distribution.
     tokens: how many cached tokens it sees in all (rows come again in a new order each epoch); matrix_lr: of Muon, for hidden
     matrices; other_lr: of AdamW, for heads, embeddings and norms; warmup: share of the steps; clip: norm of the gradient, 0 for
-    none; validations: how often held-out acceptance is measured, on held_out_rows rows.
+    none; validations: how often held-out acceptance is measured, on held_out_rows rows; patience: stop after so many validations
+    without a better one, 0 for never; checkpoint_every: steps between two checkpoints; bad_rows: share of the rows that may be
+    unreadable, each counted and left out.
     """
 
     loss: LossName | dict[LossName, Annotated[float, Field(gt=0)]] = "forward_kl"
@@ -46,6 +48,9 @@ class TrainSettings(Settings):
     log_every: int = Field(10, ge=1)
     validations: int = Field(4, ge=1)
     held_out_rows: int = Field(12, ge=1)
+    patience: int = Field(0, ge=0)
+    checkpoint_every: int = Field(100, ge=1)
+    bad_rows: float = Field(0.01, ge=0, lt=1)
 
     @property
     def mixture(self) -> dict[LossName, float]:

@@ -118,7 +118,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(
             f"{path}: field {where}: {error.errors()[0]['msg']}; run `draftsmith cache-repair CONFIG`"
         ) from error
-    except ValueError as error:  # of JSON or of its encoding: the file was cut short or overwritten
+    except (ValueError, RecursionError) as error:  # of JSON or of its encoding: the file was cut short or overwritten
         raise UserError(f"{path}: not JSON ({error}); run `draftsmith cache-repair CONFIG`") from error
     for key, value in CONVENTIONS.items():
         if manifest.conventions.get(key) != value:

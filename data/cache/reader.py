@@ -18,6 +18,7 @@ from draftsmith.data.cache.codecs import DISTRIBUTION_CODECS, STATE_CODECS, tens
 from draftsmith.data.cache.manifest import Manifest, read_manifest
 from draftsmith.data.cache.writer import shard_damage
 from draftsmith.errors import UserError
+from draftsmith.files import digest
 
 OPEN_SHARDS = 32  # a mapped file counts as memory of this process as far as it has been read
 ALWAYS = ("token_ids", "supervised", "offsets", "domain_of")
@@ -77,6 +78,11 @@ class CacheReader(Sequence[CachedRow]):
     def taps(self) -> tuple[int, ...]:
         """The blocks whose outputs are stored, counted from 0."""
         return tuple(self.manifest.fields.get("taps", {}).get("blocks", ()))
+
+    @property
+    def identity(self) -> str:
+        """Changes with the target, the rows and the content of the cache: training continues on the same one only."""
+        return digest(self.manifest.model_dump(mode="json"))
 
     def __len__(self) -> int:
         return int(self._first[-1])

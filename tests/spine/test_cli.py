@@ -1,6 +1,8 @@
 """The command line as a user meets it: exit codes, one line on stderr, instant help."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -163,3 +165,25 @@ def test_the_run_folder_says_what_the_user_set_and_what_followed(
     environment = (run / "environment.json").read_text()
     assert json.loads(environment)["packages"]["torch"]
     assert str(Path.home()) not in environment
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_any_stage_is_one_line_that_says_how_to_go_on_and_its_exit_code(
+    number: int, code: int, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftsmith.stages.Work.train_target", lambda work: os.kill(os.getpid(), number))
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}')
+    source = f"{{kind: json, path: {tmp_path}/rows.jsonl}}"
+    (tmp_path / "x.yaml").write_text(f"run_root: {tmp_path}/runs\ndata: {{sources: [{source}]}}\n")
+    found, _, err = call(capsys, "target", str(tmp_path / "x.yaml"))
+    assert found == code
+    assert "the same command continues" in one_line(err)
+
+
+def test_code_from_a_model_is_off_and_loud_when_it_is_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "x.yaml").write_text(f"run_root: {tmp_path}/runs\ntarget: {{path: {tmp_path}/model}}\n")
+    _, out, _ = call(capsys, "target", str(tmp_path / "x.yaml"))
+    assert "WARNING" not in out
+    _, out, _ = call(capsys, "target", str(tmp_path / "x.yaml"), "target.trust_remote_code=true")
+    assert f"WARNING: target.trust_remote_code is on: code that comes with {tmp_path}/model runs as you" in out

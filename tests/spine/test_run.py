@@ -1,6 +1,9 @@
 """Skipping: a unit runs when its settings, inputs or outputs changed, and only then. With fake work that counts its runs."""
 
+import errno
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -175,3 +178,69 @@ def test_a_stamp_changes_with_the_content_and_not_with_the_time_of_a_text(tmp_pa
     file.write_text("two")
     assert stamp(tmp_path, content=True) != before
     assert stamp(tmp_path / "absent", content=True) == "missing"
+
+
+def test_a_second_run_in_a_folder_is_refused_while_the_first_lives_and_not_after_it_was_killed(tmp_path: Path) -> None:
+    ready, tell = os.pipe()
+    if (pid := os.fork()) == 0:
+        with RunFolder(tmp_path).lock():
+            os.write(tell, b"x")
+            signal.pause()
+    os.read(ready, 1)
+    try:
+        with pytest.raises(UserError, match=f"in use by process {pid} on "), RunFolder(tmp_path).lock():
+            pass
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    with RunFolder(tmp_path).lock():
+        assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
+
+
+def test_an_interrupted_unit_begins_anew_when_settings_or_inputs_changed_and_says_so(bench: Bench) -> None:
+    bench.run()
+    record = bench.root / "stages" / "second.json"
+    state = json.loads(record.read_text())
+    del state["id"]  # as a kill in the middle leaves it
+    record.write_text(json.dumps(state))
+    half_done = bench.root / "second" / "half-done"
+    half_done.write_text("")
+    assert schedule(bench.units(), bench.folder)["second"] == "interrupted last time"
+    (bench.root / "first" / "data").unlink()
+    bench.run()
+    assert not half_done.exists(), "it was made from another `first`"
+    state = json.loads(record.read_text())
+    del state["id"]
+    record.write_text(json.dumps(state))
+    bench.settings["second"] = {"deep": {"y": 7}}
+    assert schedule(bench.units(), bench.folder)["second"] == "interrupted last time, then changed: deep.y; begins anew"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("I/O: No space left on device (os error 28)")],
+)
+def test_a_full_disk_in_any_stage_is_one_line_and_the_stage_runs_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail() -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "work", lambda output: fail)
+        with pytest.raises(UserError, match=r"first: .*No space left on device.*; free some space"):
+            bench.run()
+    assert bench.run() == ALL
+
+
+def test_several_ranks_train_together_and_do_nothing_else(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"first: one process does this .*run `draftsmith first` without accelerate"):
+        bench.run()
+    train = Unit("first", "", {}, (), ("first",), bench.work("first"), ranks=True)
+    monkeypatch.setenv("RANK", "1")
+    execute([train], bench.folder, lambda line: None)
+    assert bench.folder.record("first") is None, "only the main rank writes records"
+    monkeypatch.setenv("RANK", "0")
+    execute([train], bench.folder, lambda line: None)
+    assert bench.folder.record("first")

@@ -1,0 +1,78 @@
+"""The figures of docs/scaling.md, from the functions of the pipeline; run it again after a change of codecs or heads."""
+
+from pathlib import Path
+
+import torch
+
+from draftsmith.data.cache.build import bytes_per_token, cache_fields
+from draftsmith.data.cache.codecs import STATE_CODECS
+from draftsmith.data.cache.manifest import CacheSettings
+from draftsmith.files import publish_text
+from draftsmith.models.eagle import EagleConfig, EagleHead
+from draftsmith.models.target import choose_taps
+from draftsmith.models.vocabulary import DraftVocabulary
+from draftsmith.train.optim import make_optimizer
+
+# width, vocabulary, blocks, attention heads, key-value heads, head_dim, intermediate, weights in GB at bf16
+TARGETS = {
+    "8 B": (4096, 151_936, 36, 32, 8, 128, 12_288, 16),
+    "70 B": (8192, 128_256, 80, 64, 8, 128, 28_672, 140),
+    "235 B": (4096, 151_936, 94, 64, 4, 128, 12_288, 470),
+}
+TOKENS, DRAFT_VOCABULARY = 100_000_000, 32_000
+PAGE, START, END = Path("docs/scaling.md"), "<!-- figures -->\n", "<!-- end of figures -->"
+
+
+def head_bytes(name: str) -> tuple[int, int]:
+    """Parameters of an EAGLE head for a target, and bytes to train it: masters and gradients in fp32, one moment under Muon, two
+    under AdamW."""
+    width, vocabulary, blocks, heads, kv_heads, head_dim, intermediate, _ = TARGETS[name]
+    draft = DraftVocabulary(torch.arange(DRAFT_VOCABULARY), vocabulary)
+    with torch.device("meta"):
+        config = EagleConfig(
+            kind="eagle3",
+            width=width,
+            target_width=width,
+            target_vocabulary=vocabulary,
+            draft_vocabulary=DRAFT_VOCABULARY,
+            taps=choose_taps(blocks),
+            layers=1,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate=intermediate,
+            norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            context=4096,
+            target_fingerprint="",
+        )
+        embedding = torch.nn.Embedding(vocabulary, width)
+        head = EagleHead(config, draft, embedding)
+    groups = make_optimizer(head, 0.02, 0.002).param_groups
+    numbers = {
+        rule: sum(p.numel() for g in groups if g["rule"] == rule for p in g["params"]) for rule in ("muon", "adamw")
+    }
+    return sum(numbers.values()), 12 * numbers["muon"] + 16 * numbers["adamw"]
+
+
+def figures() -> str:
+    lines = ["| target | codec of states | bytes per token | 100 M tokens |", "|---|---|---|---|"]
+    for name, (width, vocabulary, blocks, *_) in TARGETS.items():
+        for codec in STATE_CODECS:
+            settings = CacheSettings.model_validate({"state_codec": codec})
+            size = bytes_per_token(cache_fields(settings, width, vocabulary, blocks))
+            lines.append(f"| {name} | {codec} | {size:,} | {size * TOKENS / 1e12:.2f} TB |")
+    lines += [
+        "",
+        "| target | head | to train it, one rank | per rank of 8, FSDP2 | target's weights |",
+        "|---|---|---|---|---|",
+    ]
+    for name, (*_, weights) in TARGETS.items():
+        count, size = head_bytes(name)
+        lines.append(f"| {name} | {count / 1e6:,.0f} M | {size / 1e9:.1f} GB | {size / 8e9:.2f} GB | {weights} GB |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
+    publish_text(PAGE, f"{before}{START}\n{figures()}\n\n{END}{rest.partition(END)[2]}")

@@ -1,0 +1,173 @@
+"""Checkpoints of a training run: folders that are complete or absent, in safetensors and JSON, the newest two kept.
+
+Knows parameters, optimiser state and random numbers by name; knows nothing of losses or data. What the draft is made of besides
+(its configuration, its vocabulary) stands in the draft that is published, and frozen weights of the target in neither.
+"""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from draftsmith.errors import UserError
+from draftsmith.files import digest, publish_json
+from draftsmith.train.ranks import share, whole
+
+SCHEMA, KEPT = 1, 2
+STATE, TENSORS = "state.json", ("weights", "optimizer", "random")
+
+Tensors = dict[str, dict[str, Tensor]]  # file → name → tensor
+
+
+class Checkpoints:
+    """`<folder>/step-000120/`: `weights`, `optimizer` and `random.safetensors`, and `state.json` with their digests."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
+        """Write under a temporary name, flush all of it to disk, rename, then remove older ones. Raises OSError or
+        SafetensorError where the disk refuses, with every earlier checkpoint as it was."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        partial, place = self.folder / ".partial", self._place(step)
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir()
+            for name, values in tensors.items():
+                save_file(values, partial / f"{name}.safetensors")
+                _flush(partial / f"{name}.safetensors")
+            digests = {name: _digest(partial / f"{name}.safetensors") for name in tensors}
+            state = {"schema": SCHEMA, "step": step, "digests": digests, **state}
+            publish_json(partial / STATE, state | {"digest": digest(state)})
+            shutil.rmtree(place, ignore_errors=True)  # of the same step: only one that was found damaged
+            partial.rename(place)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        _flush(self.folder)
+        for old in self._steps()[:-KEPT]:
+            shutil.rmtree(old)
+
+    def newest(self, note: Callable[[str], None]) -> Path | None:
+        """The newest checkpoint that is whole, None where there is none. Damaged ones are removed and `note` hears of each."""
+        for place in reversed(self._steps()):
+            try:
+                self.read(place)
+            except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+                note(f"{place} is damaged and removed ({str(error).splitlines()[0]})")
+                shutil.rmtree(place)
+            else:
+                return place
+        return None
+
+    def read(self, place: Path) -> tuple[dict[str, Any], Tensors]:
+        """State and tensors of one checkpoint. Raises where a file is missing or is not what was written."""
+        state = json.loads((place / STATE).read_text(encoding="utf-8"))
+        if not isinstance(state, dict) or state.get("schema") != SCHEMA:
+            raise ValueError(f"{STATE} is not of this version")
+        if state.pop("digest") != digest(state):
+            raise ValueError(f"{STATE} does not have its own digest")
+        if place != self._place(state["step"]):
+            raise ValueError(f"{STATE} is of step {state['step']}")
+        for name in TENSORS:
+            if _digest(place / f"{name}.safetensors") != state["digests"][name]:
+                raise ValueError(f"{name}.safetensors does not have the digest in {STATE}")
+        return state, {name: load_file(place / f"{name}.safetensors") for name in TENSORS}
+
+    def clear(self) -> None:
+        """Remove all: the training is done."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _steps(self) -> list[Path]:
+        return sorted(place for place in self.folder.glob("step-*") if place.is_dir() and not place.is_symlink())
+
+    def _place(self, step: int) -> Path:
+        return self.folder / f"step-{step:09d}"
+
+
+def _digest(path: Path) -> str:
+    hasher = xxhash.xxh3_128()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that training changes, by name."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def capture(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Masters, optimiser state and generators as whole tensors on the CPU. A collective where parameters are sharded."""
+    weights, states = {}, {}
+    for name, parameter in trained(module).items():
+        weights[name] = _kept(parameter.detach())
+        for key, value in optimizer.state.get(parameter, {}).items():
+            states[f"{name}/{key}"] = _kept(value)
+    randoms = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        randoms |= {f"cuda{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return dict(zip(TENSORS, (weights, states, randoms), strict=True))
+
+
+def restore(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
+    """Put back what `capture` took, at whatever number of ranks. Raises UserError where names or shapes differ."""
+    parameters, weights = trained(module), tensors["weights"]
+    expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if expected != found:
+        wrong = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+        raise UserError(f"checkpoint: {wrong[0]} is missing, extra or of another shape; delete the checkpoints")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(share(weights[name].to(parameter.device, parameter.dtype), parameter))
+    for full, value in tensors["optimizer"].items():
+        name, _, key = full.rpartition("/")
+        parameter = parameters[name]
+        value = value.to(parameter.device)
+        optimizer.state[parameter][key] = share(value, parameter) if value.shape == parameter.shape else value
+    torch.set_rng_state(tensors["random"]["torch"])
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            if f"cuda{index}" in tensors["random"]:
+                torch.cuda.set_rng_state(tensors["random"][f"cuda{index}"], index)
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    return whole(tensor).cpu().contiguous().clone()
+
+
+def generators() -> dict[str, Any]:
+    """The states of Python's and NumPy's own generators, as JSON; torch's are tensors and in `capture`."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
+    }
+
+
+def set_generators(state: dict[str, Any]) -> None:
+    """Put back what `generators` took."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
