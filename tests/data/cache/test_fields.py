@@ -20,7 +20,8 @@ from draftsmith.data.corpus import DataSettings
 from draftsmith.data.rows import Rows, write_rows
 from draftsmith.errors import UserError
 from draftsmith.models.target import Target
-from draftsmith.train.losses import Teacher, dense_teacher, forward_kl, plain, total_variation
+from draftsmith.train.losses import forward_kl, plain, total_variation
+from draftsmith.train.teachers import Teacher, dense_teacher
 
 LENGTHS = (1, 60, 2, 37, 8)
 ALONE = {"batch_tokens": 1}  # rows pass the target one by one, as a live pass does: equal to the last bit
