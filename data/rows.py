@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tokenize import TokenError  # NumPy reads the head of an array with Python's own tokenizer
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -87,7 +88,7 @@ class Rows(Sequence[Row]):
             raise UserError(f"{place}: no prepared rows; run `draftsmith prepare` first")
         try:
             rows = cls(place)
-        except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError, SyntaxError, TokenError) as error:
             reason = str(error).split("\n")[0]
             raise UserError(f"{place}: damaged rows ({reason}); run `draftsmith prepare` again") from error
         if damage := rows._misfit():

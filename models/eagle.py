@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -217,8 +218,21 @@ class EagleHead(nn.Module):
             raise UserError(
                 f"{folder}: made for target {config.target_fingerprint}, not {target.fingerprint()}; train it again"
             )
-        vocabulary = DraftVocabulary(d2t + torch.arange(len(d2t)), config.target_vocabulary)
-        head = cls(config, vocabulary, target.model.get_input_embeddings())
+        try:
+            vocabulary = DraftVocabulary(d2t + torch.arange(len(d2t)), config.target_vocabulary)
+            head = cls(config, vocabulary, target.model.get_input_embeddings())
+        except (
+            StrictDataclassError,
+            RuntimeError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            ZeroDivisionError,
+        ) as error:
+            raise UserError(
+                f"{folder}/config.json: not a possible head ({str(error).splitlines()[0]}); restore it"
+            ) from error
         expected = {k: v.shape for k, v in head.state_dict().items()}
         found = {k: v.shape for k, v in tensors.items()}
         if expected != found:

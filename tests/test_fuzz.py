@@ -24,7 +24,7 @@ from draftsmith.models.eagle import EagleHead
 from draftsmith.run import RunFolder
 from draftsmith.train.checkpoint import Checkpoints
 
-quick = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12) | st.sampled_from(["../../x", "/x", "\0"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
