@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.data.cache.build import bytes_per_token, cache_fields
 from draftsmith.data.cache.codecs import STATE_CODECS
+from draftsmith.data.cache.fields import bytes_per_token, cache_fields
 from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.files import publish_text
 from draftsmith.models.eagle import EagleConfig, EagleHead

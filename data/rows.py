@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tokenize import TokenError  # NumPy reads the head of an array with Python's own tokenizer
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -67,7 +68,7 @@ class Rows(Sequence[Row]):
             raise UserError(f"{place}: no prepared rows; run `draftsmith prepare` first")
         try:
             rows = cls(place)
-        except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError, SyntaxError, TokenError) as error:
             reason = str(error).split("\n")[0]
             raise UserError(f"{place}: damaged rows ({reason}); run `draftsmith prepare` again") from error
         if damage := rows._misfit():

@@ -28,7 +28,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (  # Llama's, for tar
 )
 
 from draftsmith.errors import UserError
-from draftsmith.models.heads import fill_head, read_head, save_head
+from draftsmith.models.heads import load_head, save_head
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
 
@@ -260,10 +260,7 @@ class EagleHead(nn.Module):
     @classmethod
     def load(cls, folder: Path, target: Target) -> "EagleHead":
         """Read a head and attach it to its target. Raises UserError naming what is missing, extra or of another shape."""
-        config, vocabulary, tensors = read_head(folder, EagleConfig, target)
-        head = cls(config, vocabulary, target)
-        fill_head(head, tensors, folder, target)
-        return head
+        return load_head(folder, EagleConfig, lambda config, vocabulary: cls(config, vocabulary, target), target)
 
 
 def new_eagle_head(

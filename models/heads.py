@@ -4,11 +4,13 @@ A head holds no weights of its target; it names the target that it was made for.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from draftsmith.errors import UserError
 from draftsmith.files import publish, publish_json
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
+
+Head = TypeVar("Head", bound=nn.Module)
 
 
 class HeadConfig(Protocol):
@@ -53,17 +57,34 @@ def head_kind(folder: Path) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def read_head(folder: Path, config_type: type, target: Target) -> tuple[Any, DraftVocabulary, dict[str, Tensor]]:
-    """Configuration, vocabulary and weights of a head. Raises UserError where they cannot be read or are another target's."""
+def load_head(folder: Path, config_type: type, build: Callable[[Any, DraftVocabulary], Head], target: Target) -> Head:
+    """Read a head and attach it to its target, on its device and in its dtype. `build` makes it from configuration and vocabulary.
+
+    Raises UserError where the files cannot be read, are another target's, describe an impossible head, or lack a tensor.
+    """
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config = config_type(**{key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()})
         tensors = load_file(folder / "model.safetensors")
         d2t, _ = tensors.pop("d2t"), tensors.pop("t2d")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, SafetensorError) as error:
         raise UserError(f"{folder}: not a readable head ({error}); make it again or name another folder") from error
     check_target(config, target, str(folder))
-    return config, DraftVocabulary(d2t + torch.arange(len(d2t)), config.target_vocabulary), tensors
+    try:
+        head = build(config, DraftVocabulary(d2t + torch.arange(len(d2t)), config.target_vocabulary))
+    except (
+        StrictDataclassError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{folder}/config.json: not a possible head ({reason}); restore it") from error
+    _fill(head, tensors, folder, target)
+    return head
 
 
 def check_target(config: HeadConfig, target: Target, name: str) -> None:
@@ -79,7 +100,7 @@ def check_target(config: HeadConfig, target: Target, name: str) -> None:
         )
 
 
-def fill_head(head: nn.Module, tensors: dict[str, Tensor], folder: Path, target: Target) -> None:
+def _fill(head: nn.Module, tensors: dict[str, Tensor], folder: Path, target: Target) -> None:
     """Load weights into a head, on the target's device and in its dtype. Raises UserError naming every misfit."""
     expected = {name: value.shape for name, value in head.state_dict().items()}
     found = {name: value.shape for name, value in tensors.items()}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.errors import UserError
-from draftsmith.models.heads import fill_head, read_head, save_head
+from draftsmith.models.heads import load_head, save_head
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
 
@@ -63,10 +63,7 @@ class MedusaHeads(nn.Module):
     @classmethod
     def load(cls, folder: Path, target: Target) -> "MedusaHeads":
         """Read heads made for this target. Raises UserError naming what is missing, extra or of another shape."""
-        config, vocabulary, tensors = read_head(folder, MedusaConfig, target)
-        heads = cls(config, vocabulary)
-        fill_head(heads, tensors, folder, target)
-        return heads
+        return load_head(folder, MedusaConfig, cls, target)
 
 
 def new_medusa_heads(target: Target, vocabulary: DraftVocabulary, heads: int) -> MedusaHeads:

@@ -19,12 +19,10 @@ from draftsmith.data.cache.reader import CacheReader
 from draftsmith.data.corpus import DataSettings, load_documents
 from draftsmith.data.rows import Rows
 from draftsmith.errors import UserError
-from draftsmith.eval.results import load_results
 from draftsmith.models.eagle import EagleHead
-from draftsmith.run import RunFolder
 from draftsmith.train.checkpoint import Checkpoints
 
-quick = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12) | st.sampled_from(["../../x", "/x", "\0"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -187,14 +185,3 @@ def test_rows_of_json_are_documents_or_refused_in_one_line(rows: list[Any], rest
                 file.write_bytes(content)
                 source = DataSettings.model_validate({"sources": [{"kind": "json", "path": str(file)}]})
                 refused_or_read(lambda source=source: load_documents(source))  # type: ignore[misc]
-
-
-@quick
-@given(content=YAML | SOMETIMES_VALID, settings_=YAML | SOMETIMES_VALID)
-def test_results_and_records_are_read_or_refused_in_one_line(content: bytes, settings_: bytes) -> None:
-    with TemporaryDirectory() as name:
-        for place in ("eval/a.json", "stages/cache.json", "resolved.yaml"):
-            (Path(name) / place).parent.mkdir(exist_ok=True)
-            (Path(name) / place).write_bytes(settings_ if place.endswith(".yaml") else content)
-        refused_or_read(lambda: load_results(Path(name)))
-        RunFolder(Path(name)).record("cache")
