@@ -5,11 +5,11 @@ handed to `build_cache` in the place of a forward pass. Nothing is unpickled: te
 """
 
 import gzip
-import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
@@ -176,7 +176,7 @@ def _specforge(
             RuntimeError,
             ValueError,
             KeyError,
-            pickle.UnpicklingError,
+            UnpicklingError,
             zipfile.BadZipFile,
         ) as error:
             raise UserError(f"{path}: damaged, or no plain dict of tensors ({_short(error)}); dump it again") from error
