@@ -74,13 +74,15 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _names_of_drafts(self) -> Self:
-        for name in self.eagle:
+        for name, head in self.eagle.items():
             if name in BUILT_IN:
                 raise ValueError(f"eagle.{name}: this name is taken by a built-in draft; choose another")
             if not re.match(NAME, name):
                 raise ValueError(f"eagle.{name}: a draft's name has letters, digits, - and _ only; choose another")
-            if self.cache.taps == "none":
+            if self.cache.taps == "none" and head.kind == "eagle3":
                 raise ValueError(f"cache.taps: an EAGLE head (eagle.{name}) is trained on taps; use auto")
+            if head.needs_last and not self.cache.last:
+                raise ValueError(f"cache.last: eagle.{name} is trained on the target's last states; set it to true")
         known = (*BUILT_IN, *self.eagle)
         for name in self.evaluation.drafts:
             if name not in known:

@@ -112,10 +112,10 @@ def parameters(config: Config, target: "Target", work: Work) -> dict[str, int]:
     import torch
 
     from draftsmith.models.draft import DraftLM
-    from draftsmith.models.eagle import new_eagle_head
     from draftsmith.models.target import choose_taps
     from draftsmith.models.vocabulary import DraftVocabulary
     from draftsmith.train.distill import new_draft, place
+    from draftsmith.train.eagle import new_head
 
     taps = () if config.cache.taps == "none" else choose_taps(target.blocks, config.cache.taps)
     if config.distill.starts_from == "checkpoint":
@@ -125,18 +125,12 @@ def parameters(config: Config, target: "Target", work: Work) -> dict[str, int]:
             draft = new_draft(target, config.distill, config.seed)
     counts = {"target": _count(target.model), TRAINED: _count(draft.model)}
     for name, settings in config.eagle.items():
-        size = min(settings.draft_vocabulary or target.vocabulary, target.vocabulary)
+        size = settings.draft_vocabulary  # how many tokens a share of them takes is known once they are counted
+        size = target.vocabulary if size is None or isinstance(size, float) else min(size, target.vocabulary)
         vocabulary = DraftVocabulary(torch.arange(size), target.vocabulary)  # which tokens does not matter here
+        bare = settings.model_copy(update={"head_from_target": False})
         with torch.device("meta"):
-            head = new_eagle_head(
-                target,
-                taps,
-                vocabulary,
-                layers=settings.layers,
-                kv_heads=settings.kv_heads,
-                intermediate=settings.intermediate,
-                head_from_target=False,
-            )
+            head = new_head(target, taps, vocabulary, bare)
         counts[name] = _count(head)
     return counts
 

@@ -376,21 +376,19 @@ class Work:
 
     def _drafter(self, draft: str) -> tuple["Drafter", dict[str, Any]]:
         """The drafter of that name, and what the result says of it. Paths are relative to the run folder."""
-        from draftsmith.eval.drafters import EagleDrafter, LMDrafter, PromptLookup
+        from draftsmith.eval.decode import as_drafter
+        from draftsmith.eval.drafters import EagleDrafter, LMDrafter, MedusaDrafter, PromptLookup
         from draftsmith.models.draft import DraftLM
-        from draftsmith.models.eagle import EagleHead
 
         if draft == "prompt-lookup":
             return PromptLookup(), {"kind": draft, "path": None, "parameters": 0}
         if draft == "oracle":
             return LMDrafter(self.target), {"kind": draft, "path": None, "parameters": _parameters(self.target.model)}
         if draft in self.config.eagle:
-            head = EagleHead.load(self.run / "eagle" / draft, self.target)
-            return EagleDrafter(head), {
-                "kind": head.config.kind,
-                "path": f"eagle/{draft}",
-                "parameters": _parameters(head),
-            }
+            drafter = as_drafter(self.run / "eagle" / draft, self.target)
+            assert isinstance(drafter, EagleDrafter | MedusaDrafter)
+            about = {"kind": drafter.head.config.kind, "path": f"eagle/{draft}"}
+            return drafter, about | {"parameters": _parameters(drafter.head)}
         model = DraftLM.load(self.run / "draft" / draft, self.target)
         return LMDrafter(model), {"kind": "draft-lm", "path": f"draft/{draft}", "parameters": _parameters(model.model)}
 

@@ -188,19 +188,19 @@ class MedusaDrafter(Drafter):
     """Medusa heads draft: every level of the tree from the newest state of the target's, whatever stands above it."""
 
     def __init__(self, heads: MedusaHeads) -> None:
-        self.heads = heads
+        self.head = heads
         self.vocabulary = heads.vocabulary
 
     def propose(self, committed: Committed, shape: Shape, sampler: Sampler) -> Proposal:
-        if shape.depth > self.heads.config.heads:
+        if shape.depth > self.head.config.heads:
             raise UserError(
-                f"these Medusa heads draft {self.heads.config.heads} tokens ahead, the tree asks for {shape.depth}; lower K, or "
+                f"these Medusa heads draft {self.head.config.heads} tokens ahead, the tree asks for {shape.depth}; lower K, or "
                 "train with more heads"
             )
         if committed.last.shape[1] == 0:  # prompts of one token: the target has read nothing yet
             return chain(_pending(committed)[:, None])
         newest = _at_last(committed.last, committed.counts)
-        self._levels = [self.heads.logits(self.heads.state(newest, k), k) for k in range(shape.depth)]
+        self._levels = [self.head.logits(self.head.state(newest, k), k) for k in range(shape.depth)]
         return _grow_started(self, committed.counts > 0, committed, self._levels[0], shape, sampler)
 
     def extend(self, tokens: Tensor, parents: Tensor, visible: Tensor, depth: int) -> Tensor:

@@ -28,7 +28,10 @@ def runs_code(tree: ast.AST) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] + [getattr(node, "module", "") or ""]
-            if names != ["UnpicklingError", "pickle"]:  # the error that `torch.load` raises for what is more than tensors
+            if names != [
+                "UnpicklingError",
+                "pickle",
+            ]:  # the error that `torch.load` raises for what is more than tensors
                 found += [name for name in names if name.split(".")[0] in PICKLES]
         if not isinstance(node, ast.Call):
             continue

@@ -1,5 +1,6 @@
-"""Train an EAGLE head on the target's cached states, with rollouts of any length (1: without)."""
+"""Train an EAGLE head on the target's cached states, with rollouts of any length (1: without), or Medusa heads."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,13 +8,15 @@ import torch
 
 from draftsmith.data.cache.online import AnyCache
 from draftsmith.data.rows import Rows
-from draftsmith.models.eagle import new_eagle_head
+from draftsmith.errors import UserError
+from draftsmith.models.eagle import EagleHead, new_eagle_head
+from draftsmith.models.medusa import MedusaHeads, new_medusa_heads
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
 from draftsmith.train.held_out import HeldOut
 from draftsmith.train.loop import Log, Summary, train
 from draftsmith.train.losses import make_loss
-from draftsmith.train.objectives import EagleObjective
+from draftsmith.train.objectives import EagleObjective, MedusaObjective, Objective
 from draftsmith.train.settings import EagleTrainSettings
 from draftsmith.train.teachers import frozen_head
 
@@ -36,18 +39,23 @@ def supervised_counts(reader: AnyCache, vocabulary: int) -> torch.Tensor:
     return counts
 
 
-def draft_vocabulary(reader: AnyCache, target: Target, size: int | None) -> DraftVocabulary:
-    """The `size` target tokens that are supervised most often in the cache, stop tokens always among them."""
+def draft_vocabulary(reader: AnyCache, target: Target, size: int | float | None) -> DraftVocabulary:
+    """The `size` target tokens that are supervised most often in the cache, or below 1 as many as cover this share of them; stop
+    tokens and other specials always among them."""
     if size is None or size >= target.vocabulary:
         return DraftVocabulary.all_of(target.vocabulary)
     special = (
         set(target.tokenizer.all_special_ids) | set(target.eos_ids) if target.has_tokenizer else set(target.eos_ids)
     )
-    return DraftVocabulary.most_frequent(supervised_counts(reader, target.vocabulary), size, special)
+    counts = supervised_counts(reader, target.vocabulary)
+    if isinstance(size, float):
+        covered = counts.sort(descending=True).values.cumsum(0) / counts.sum()
+        size = min(int((covered < size).sum()) + 1 + len(special), target.vocabulary)
+    return DraftVocabulary.most_frequent(counts, size, special)
 
 
 @torch.no_grad()
-def acceptance_ceiling(objective: EagleObjective, held_out: HeldOut) -> float:
+def acceptance_ceiling(objective: Objective, held_out: HeldOut) -> float:
     """Mean over held-out supervised positions of Σ_v p over the draft's vocabulary: what Σ_v min(p, q) comes to for the best q."""
     mass, count = 0.0, 0
     for batch in held_out.batches:
@@ -57,6 +65,71 @@ def acceptance_ceiling(objective: EagleObjective, held_out: HeldOut) -> float:
         mass += float(p[:, objective.vocabulary.target_ids.to(p.device)].sum())
         count += len(p)
     return mass / max(count, 1)
+
+
+def new_head(
+    target: Target,
+    taps: Sequence[int],
+    vocabulary: DraftVocabulary,
+    settings: EagleTrainSettings,
+    sample: torch.Tensor | None = None,
+    seed: int = 0,
+) -> EagleHead | MedusaHeads:
+    """An untrained head of the kind and shape that the settings describe. taps: those of the cache; sample: taps [n, A, W] of some
+    tokens, for the start from the embedding."""
+    if settings.kind == "medusa":
+        return new_medusa_heads(target, vocabulary, settings.rollouts)
+    columns = tap_columns(taps, settings)
+    return new_eagle_head(
+        target,
+        [taps[i] for i in columns] if settings.kind == "eagle3" else (),
+        vocabulary,
+        kind=settings.kind,
+        width=settings.width,
+        layers=settings.layers,
+        kv_heads=settings.kv_heads,
+        intermediate=settings.intermediate,
+        head_from_target=settings.head_from_target,
+        sample_taps=None if sample is None else sample[:, columns],
+        seed=seed,
+        inputs=settings.inputs,
+        fc_bias=settings.fc_bias,
+        norm_taps=settings.norm_taps,
+        norm_state=settings.norm_state,
+        confidence=settings.confidence > 0,
+    )
+
+
+def tap_columns(taps: Sequence[int], settings: EagleTrainSettings) -> list[int]:
+    """Which of the cache's taps the head fuses. Raises UserError for a tap that the cache lacks."""
+    wanted = taps if settings.taps is None else settings.taps
+    if missing := [tap for tap in wanted if tap not in taps]:
+        raise UserError(
+            f"eagle taps: the cache has {list(taps)}, not {missing[0]}; set cache.taps, or choose among them"
+        )
+    return [list(taps).index(tap) for tap in wanted]
+
+
+def new_objective(
+    head: EagleHead | MedusaHeads, target: Target, taps: Sequence[int], settings: EagleTrainSettings
+) -> Objective:
+    """What the settings say is minimised, for a head of their kind."""
+    loss, frozen = make_loss(settings), frozen_head(target)
+    if isinstance(head, MedusaHeads):
+        return MedusaObjective(head, settings.decay, loss, frozen, survival=settings.survival)
+    return EagleObjective(
+        head,
+        settings.rollouts,
+        settings.decay,
+        loss,
+        frozen,
+        columns=tap_columns(taps, settings),
+        detach=settings.detach,
+        survival=settings.survival,
+        feature_loss=settings.feature_loss,
+        noise=settings.noise,
+        confidence=settings.confidence,
+    )
 
 
 def sample_taps(reader: AnyCache, rows: int = 8) -> torch.Tensor:
@@ -73,23 +146,12 @@ def train_eagle(
     seed: int,
     log: Log | None = None,
 ) -> EagleSummary:
-    """Train a head on the cache's taps and distribution; `folder` gets the best weights."""
+    """Train a head on the cache's states and distribution; `folder` gets the best weights."""
     taps = reader.taps
     vocabulary = draft_vocabulary(reader, target, settings.draft_vocabulary)
-    head = new_eagle_head(
-        target,
-        taps,
-        vocabulary,
-        layers=settings.layers,
-        kv_heads=settings.kv_heads,
-        intermediate=settings.intermediate,
-        head_from_target=settings.head_from_target,
-        sample_taps=sample_taps(reader) if settings.embedding_start else None,
-        seed=seed,
-    )
-    objective = EagleObjective(
-        head, settings.rollouts, settings.decay, make_loss(settings), target_head=frozen_head(target)
-    )
+    sample = sample_taps(reader) if settings.kind == "eagle3" and settings.embedding_start else None
+    head = new_head(target, taps, vocabulary, settings, sample, seed)
+    objective = new_objective(head, target, taps, settings)
     rows = [held_out[i] for i in range(min(settings.held_out_rows, len(held_out)))]
     measured = HeldOut.of(target, rows, taps)
     coverage, ceiling = 1.0, 1.0

@@ -52,7 +52,7 @@ class _HeadLoss(torch.autograd.Function):
         device = states.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         exact = torch.promote_types(dtype, torch.float32)
-        total, accepted = states.new_zeros((), dtype=exact), states.new_zeros((), dtype=exact)
+        total, accepted = states.new_zeros((), dtype=exact), states.new_empty(len(states), dtype=exact)
         state_gradient = torch.empty_like(states)
         weight_gradient = torch.zeros_like(weight)
         s, w = states.to(dtype), weight.to(dtype)
@@ -61,7 +61,7 @@ class _HeadLoss(torch.autograd.Function):
                 own = None if weights is None else weights[chunk]
                 value, reached, gradient = _chunk((s[chunk] @ w.mT).to(exact), teacher[chunk], loss, temperature, own)
                 total += value
-                accepted += reached
+                accepted[chunk] = reached
                 gradient = gradient.to(dtype)
                 state_gradient[chunk] = gradient @ w
                 weight_gradient += gradient.mT @ s[chunk]
@@ -78,10 +78,10 @@ class _HeadLoss(torch.autograd.Function):
 def _chunk(
     z: Tensor, teacher: Teacher, loss: Divergence, temperature: float, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss sum, acceptance sum, and the loss's gradient in the logits z [n, V_d], which it overwrites."""
+    """Loss sum, acceptance [n], and the loss's gradient in the logits z [n, V_d], which it overwrites."""
     if temperature == 1.0:
         return _chunk_gradient(z, teacher, loss, weights)
-    accepted = acceptance(match(z, teacher)).sum()
+    accepted = acceptance(match(z, teacher))
     value, _, gradient = _chunk_gradient(z.div_(temperature), teacher.tempered(temperature), loss, weights)
     return value, accepted, gradient.div_(temperature)
 
@@ -101,14 +101,14 @@ def _chunk_gradient(
 def _derivatives(
     matched: Matched, loss: Divergence, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss sum, acceptance sum, and the loss's derivatives in log q: of listed tokens [n, k], of the rest [n], of x [n]."""
+    """Loss sum, acceptance [n], and the loss's derivatives in log q: of listed tokens [n, k], of the rest [n], of x [n]."""
     token = torch.zeros_like(matched.rest) if matched.log_q_token is None else matched.log_q_token
     leaves = [tensor.requires_grad_() for tensor in (matched.log_q, matched.log_q_rest, token)]
     with torch.enable_grad():
         values = loss(matched)
         value = (values if weights is None else weights * values).sum()
         g, g_rest, g_token = torch.autograd.grad(value, leaves, materialize_grads=True)
-    return value.detach(), acceptance(matched).sum().detach(), g, g_rest, g_token
+    return value.detach(), acceptance(matched).detach(), g, g_rest, g_token
 
 
 def _all_tokens(
@@ -162,8 +162,8 @@ def head_loss(
     temperature: float = 1.0,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Σ over the N positions of `weights` [N] (None: 1 each) · `loss` at logits = states · weightᵀ, p and q at `temperature`; and Σ
-    of the expected acceptance at temperature 1, unweighted and without gradient. states [N, H], weight [V_d, H]."""
+    """Σ over the N positions of `weights` [N] (None: 1 each) · `loss` at logits = states · weightᵀ, p and q at `temperature`; and
+    the expected acceptance [N] at temperature 1, without gradient. states [N, H], weight [V_d, H]."""
     return _HeadLoss.apply(states, weight, teacher, loss, temperature, weights)
 
 
@@ -182,14 +182,15 @@ def recomputed_loss(
     def of(some: Tensor, rows: slice, own: Tensor | None) -> tuple[Tensor, Tensor]:
         z, taught = logits(some), teacher[rows]  # here, so that a recomputed teacher is not kept either
         values = loss(match(z, taught, temperature))
-        accepted = acceptance(match(z.detach(), taught)).sum()
+        accepted = acceptance(match(z.detach(), taught))
         return (values if own is None else own * values).sum(), accepted
 
     exact = torch.promote_types(states.dtype, torch.float32)
-    total, accepted = states.new_zeros((), dtype=exact), states.new_zeros((), dtype=exact)
+    total, accepted = states.new_zeros((), dtype=exact), [states.new_zeros(0, dtype=exact)]
     chunks = _chunks(len(states), max(vocabulary, teacher.columns))
     for chunk, some in zip(chunks, states.split([len(range(len(states))[c]) for c in chunks]), strict=True):
         own = None if weights is None else weights[chunk]
         value, reached = checkpoint(of, some, chunk, own, use_reentrant=False)
-        total, accepted = total + value, accepted + reached
-    return total, accepted
+        total = total + value
+        accepted.append(reached.detach())
+    return total, torch.cat(accepted)

@@ -133,23 +133,64 @@ class DistillSettings(TrainSettings):
         return self
 
 
-class EagleTrainSettings(TrainSettings):
-    """Shape and start of an EAGLE head besides its training.
+# What each kind of head has no use for.
+OF_EAGLE = ("layers", "kv_heads", "intermediate", "inputs", "fc_bias", "detach", "feature_loss", "noise", "confidence")
+OF_EAGLE3 = ("width", "taps", "norm_taps", "norm_state", "head_from_target", "embedding_start")
+UNUSED = {"eagle3": (), "eagle1": (*OF_EAGLE3, "draft_vocabulary"), "medusa": (*OF_EAGLE, *OF_EAGLE3)}
 
-    rollouts: training-time-test steps (1: none); decay: weight of each step relative to the one before; kv_heads, intermediate:
-    as in the target unless given; draft_vocabulary: size V_d, the most frequent supervised tokens (null: the whole vocabulary);
-    head_from_target: start the output head from the target's rows; embedding_start: start the layer so that it passes the
-    joined token's embedding on (`models.eagle.start_from_embedding`).
+
+class EagleTrainSettings(TrainSettings):
+    """Kind, shape and start of a head besides its training.
+
+    kind: eagle3, eagle1 (EAGLE-2 is eagle1 with a dynamic tree) or medusa; the last two take cache.last. rollouts:
+    training-time-test steps (1: none), for medusa the number of heads; decay: weight of each step relative to the one before;
+    survival: a prediction also weighs as much as its chain is expected to get there.
+
+    draft_vocabulary: size V_d, the most frequent supervised tokens, or below 1 the share of them that it must cover (null: the
+    whole vocabulary). width, kv_heads, intermediate: as in the target unless given; taps: those of the cache's that are fused
+    (null: all). head_from_target: start the output head from the target's rows; embedding_start: start the layer so that it passes
+    the joined token's embedding on (`models.eagle.start_from_embedding`). norm_taps, norm_state: EAGLE-3.1. inputs: what a slot
+    joins, "shifted" or one of EAGLE's ablations.
+
+    detach: no gradient between rollout steps (HASS). feature_loss: weight of the regression to the target's last state (EAGLE-1's
+    published mixture, 1 to 0.1, is 10); noise: half-width of the uniform noise on the features (EAGLE-1). confidence: weight of
+    training a further output to predict acceptance (0: the head has none).
     """
 
+    kind: Literal["eagle3", "eagle1", "medusa"] = "eagle3"
     rollouts: int = Field(5, ge=1)
     decay: float = Field(1.0, gt=0)
+    survival: bool = False
     layers: int = Field(1, ge=1)
+    width: int | None = Field(None, ge=2)
     kv_heads: int | None = Field(None, ge=1)
     intermediate: int | None = Field(None, ge=1)
-    draft_vocabulary: int | None = Field(None, ge=1)
+    taps: tuple[int, ...] | None = Field(None, min_length=1)
+    draft_vocabulary: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] | None = None
     head_from_target: bool = True
     embedding_start: bool = True
+    norm_taps: bool = False
+    norm_state: bool = False
+    inputs: Literal["shifted", "unshifted", "feature", "token"] = "shifted"
+    fc_bias: bool = False
+    detach: bool = False
+    feature_loss: float = Field(0.0, ge=0)
+    noise: float = Field(0.0, ge=0)
+    confidence: float = Field(0.0, ge=0)
+
+    @property
+    def needs_last(self) -> bool:
+        """Whether the cache must hold the target's last states."""
+        return self.kind != "eagle3" or self.feature_loss > 0
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> Self:
+        fields = type(self).model_fields
+        if extra := [name for name in UNUSED[self.kind] if getattr(self, name) != fields[name].default]:
+            raise ValueError(f"{extra[0]}: kind {self.kind} has no use for it; leave it out, or give another kind")
+        if self.feature_loss and self.width is not None:
+            raise ValueError("feature_loss: compares the head's state with the target's, so leave width out")
+        return self
 
 
 class ScratchSettings(Settings):

@@ -91,8 +91,8 @@ def test_a_gradient_that_is_not_finite_names_its_weight_and_moves_nothing(tmp_pa
     plain_norm = objective.eagle.norm
     head = objective.head
 
-    def overflowing() -> Any:
-        found = head()
+    def overflowing(k: int) -> Any:
+        found = head(k)
         assert found is not None
         return lambda states: plain_norm(Overflow.apply(states)), found[1]
 

@@ -126,7 +126,7 @@ def test_a_head_with_a_soft_cap_is_trained_through_its_cap():
     target = tiny_target("gemma2")
     batch = a_batch(target, [24, 16], k=target.vocabulary)
     objective = DraftLMObjective(DraftLM.from_target_blocks(target, [0, 3]))
-    assert objective.head() is None
+    assert objective.head(0) is None
     found = with_gradient(objective, batch)
     objective.zero_grad()
     [(slots, logits)] = objective.predictions(batch)

@@ -1,0 +1,172 @@
+"""Objectives of EAGLE-1 and Medusa, and what an EAGLE head can be trained for besides its loss."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kit import TAPS, a_batch, a_head, tiny_rows, tiny_target
+from pydantic import ValidationError
+
+from draftsmith.data.cache.build import build_cache
+from draftsmith.data.cache.manifest import CacheSettings
+from draftsmith.data.cache.reader import CacheReader
+from draftsmith.errors import UserError
+from draftsmith.eval.decode import as_drafter, decode
+from draftsmith.eval.drafters import EagleDrafter, MedusaDrafter
+from draftsmith.eval.sampling import Sampler
+from draftsmith.eval.tree import chain_shape
+from draftsmith.models.medusa import new_medusa_heads
+from draftsmith.models.vocabulary import DraftVocabulary
+from draftsmith.train.eagle import draft_vocabulary, new_head, new_objective, supervised_counts, train_eagle
+from draftsmith.train.losses import forward_kl, plain
+from draftsmith.train.objectives import EagleObjective, MedusaObjective
+from draftsmith.train.rollout import rollout
+from draftsmith.train.settings import EagleTrainSettings
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def batch(target):
+    return a_batch(target, [20, 14])
+
+
+def test_feature_regression_compares_each_state_with_the_targets_state_it_stands_for(target, batch):
+    head = a_head(target, kind="eagle1")
+    bare, with_it = EagleObjective(head, 3), EagleObjective(head, 3, feature_loss=10.0)
+    extra = 0.0
+    for k, states in enumerate(rollout(head, batch.token_ids, batch.last, 3)):
+        for row, slot in bare.trained_slots(batch, k).nonzero().tolist():
+            extra += 10 * F.smooth_l1_loss(states[row, slot], batch.last[row, slot + 1 + k])
+    torch.testing.assert_close(with_it(batch).loss - bare(batch).loss, extra, rtol=1e-4, atol=1e-4)
+
+
+def test_confidence_is_trained_towards_the_acceptance_of_each_prediction_and_changes_no_other_weight(target, batch):
+    head = a_head(target, confidence=True)
+    gradients = {}
+    for weight in (0.0, 2.0):
+        head.zero_grad()
+        EagleObjective(head, 2, confidence=weight)(batch).loss.backward()
+        gradients[weight] = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
+    for name, gradient in gradients[0.0].items():
+        torch.testing.assert_close(gradient, gradients[2.0][name])
+    expected = torch.zeros(())
+    objective = EagleObjective(head, 2)
+    for k, states in enumerate(objective.states(batch)):
+        slots = objective.trained_slots(batch, k)
+        _, reached = objective.head_loss(states[slots], k, objective.cached_teacher(batch, slots, k))
+        expected = expected + 2 * (head.confidence(states[slots]).sigmoid() - reached).sum()
+    torch.testing.assert_close(gradients[2.0]["confidence_head.bias"].sum(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_noise_is_on_the_features_in_training_alone(target, batch):
+    objective = EagleObjective(a_head(target), 1, noise=0.5)
+    losses = [objective(batch).loss.item() for _ in range(2)]
+    objective.eval()
+    quiet = [objective(batch).loss.item() for _ in range(2)]
+    assert losses[0] != losses[1]
+    assert quiet[0] == quiet[1] == EagleObjective(objective.eagle, 1)(batch).loss.item()
+
+
+def test_survival_weighs_each_prediction_by_the_acceptance_of_those_before_it(target, batch):
+    head = a_head(target)
+    objective = EagleObjective(head, 3, 0.9, survival=True)
+    reach, total = torch.ones(batch.token_ids.shape), torch.zeros(())
+    for k, states in enumerate(objective.states(batch)):
+        slots = objective.trained_slots(batch, k)
+        teacher = objective.cached_teacher(batch, slots, k)
+        total = total + 0.9**k * (reach[slots] * plain(forward_kl, head.logits(states[slots]), teacher)).sum()
+        reach[slots] *= objective.head_loss(states[slots], k, teacher)[1]
+    torch.testing.assert_close(objective(batch).loss, total, rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_of_some_taps_reads_those_columns_of_the_batch(target, batch):
+    settings = EagleTrainSettings(taps=(2, 0), rollouts=2, embedding_start=False)
+    full = DraftVocabulary.all_of(target.vocabulary)
+    head = new_head(target, TAPS, full, settings)
+    assert head.config.taps == (2, 0)
+    objective = new_objective(head, target, TAPS, settings)
+    assert torch.equal(objective.features(batch), batch.taps[:, :, [2, 0]])
+    with pytest.raises(UserError, match="the cache has"):
+        new_head(target, TAPS, full, EagleTrainSettings(taps=(0, 3)))
+
+
+def test_a_medusa_head_is_taught_the_targets_distribution_at_the_position_it_predicts(target, batch):
+    heads = new_medusa_heads(target, DraftVocabulary.all_of(target.vocabulary), 3)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    objective, total = MedusaObjective(heads, 0.8), torch.zeros(())
+    for k in range(3):
+        for row, slot in objective.trained_slots(batch, k).nonzero().tolist():
+            assert batch.supervised[row, slot + 2 + k]
+            place = row, slot + 1 + k
+            teacher_ids, log_p = batch.teacher.ids[place], batch.teacher.log_probs[place]
+            log_q = heads.logits(heads.state(batch.last[row, slot], k), k).log_softmax(-1)
+            p, rest = log_p.exp(), 1 - log_p.exp().sum()
+            others = torch.ones(target.vocabulary, dtype=torch.bool)
+            others[teacher_ids] = False
+            kl = (p * (log_p - log_q[teacher_ids])).sum() + rest * (rest.log() - log_q[others].logsumexp(0))
+            total = total + 0.8**k * kl
+    torch.testing.assert_close(objective(batch).loss, total, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "eagle1", "feature_loss": 10.0, "noise": 0.1, "rollouts": 1},
+        {"kind": "eagle1", "detach": True, "rollouts": 3, "inputs": "unshifted"},
+        {"kind": "medusa", "rollouts": 3, "draft_vocabulary": 100},
+        {"norm_taps": True, "norm_state": True, "confidence": 1.0, "rollouts": 3, "draft_vocabulary": 0.9},
+        {"width": 16, "layers": 2, "taps": (1, 2), "survival": True, "rollouts": 2},
+    ],
+    ids=["EAGLE-1", "HASS", "Medusa", "EAGLE-3.1", "narrow"],
+)
+def test_every_kind_trains_is_loaded_by_its_path_and_decodes_exactly(tmp_path, target, settings):
+    rows = tiny_rows(tmp_path, [24, 30, 18, 40, 26, 33])
+    build_cache(target, rows, tmp_path / "cache", CacheSettings(state_codec="fp32", last=True, k=20))
+    reader = CacheReader(tmp_path / "cache")
+    options = EagleTrainSettings(tokens=600, batch_tokens=64, matrix_lr=0.02, other_lr=0.01, **settings)
+    summary = train_eagle(target, reader, rows, options, tmp_path / "head", 0)
+    assert summary.expected_acceptance[0] > summary.at_start[0]
+    drafter = as_drafter(tmp_path / "head", target)
+    assert isinstance(drafter, MedusaDrafter if options.kind == "medusa" else EagleDrafter)
+    prompts = [[7, 8, 9, 30], [40, 41]]
+    common = {"sampler": Sampler(0.0), "max_new_tokens": 12, "eos_ids": frozenset()}
+    plain_runs = decode(target, as_drafter(None, target), prompts, shape=chain_shape(1), **common)
+    drafted = decode(target, drafter, prompts, shape=chain_shape(3), **common)
+    assert [d.tokens for d in drafted] == [p.tokens for p in plain_runs]
+
+
+def test_a_vocabulary_for_a_share_of_the_tokens_covers_it_and_is_no_larger_than_needed(tmp_path, target):
+    rows = tiny_rows(tmp_path, [200] * 10)
+    build_cache(target, rows, tmp_path / "cache", CacheSettings(k=2))
+    reader = CacheReader(tmp_path / "cache")
+    counts = supervised_counts(reader, target.vocabulary)
+    vocabulary = draft_vocabulary(reader, target, 0.5)
+    assert vocabulary.coverage(counts) >= 0.5
+    assert vocabulary.size < 0.6 * target.vocabulary
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"kind": "medusa", "layers": 2}, "layers"),
+        ({"kind": "eagle1", "draft_vocabulary": 100}, "draft_vocabulary"),
+        ({"kind": "eagle1", "norm_taps": True}, "norm_taps"),
+        ({"width": 16, "feature_loss": 1.0}, "feature_loss"),
+    ],
+)
+def test_options_that_a_kind_has_no_use_for_are_refused(settings, named):
+    with pytest.raises(ValidationError, match=named):
+        EagleTrainSettings(**settings)
+
+
+def test_a_cache_without_last_states_is_refused_in_one_line(target, batch):
+    objective = EagleObjective(a_head(target, kind="eagle1"), 1)
+    with pytest.raises(UserError, match=r"cache\.last"):
+        objective(replace(batch, last=None))
