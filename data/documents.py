@@ -17,6 +17,9 @@ import numpy as np
 Message = dict[
     str, Any
 ]  # role, content, and whatever else its chat template reads: tool_calls, reasoning_content, name
+GROUP = (
+    "draftsmith_group"  # a JSON row's field that keeps several rows on one side of the split; `regenerate` writes it
+)
 TRAIN, HELD_OUT = SPLITS = ("train", "held_out")
 
 

@@ -24,7 +24,7 @@ from draftsmith.data.cache.manifest import CacheSettings, ImportSettings
 from draftsmith.data.corpus import DataSettings
 from draftsmith.data.rows import Row, Rows, write_rows
 from draftsmith.data.tokenizer import tokenizer_digest
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.models.target import Target, choose_taps
 
 CHECKED_ROWS = 8
@@ -179,7 +179,9 @@ def _specforge(
             UnpicklingError,
             zipfile.BadZipFile,
         ) as error:
-            raise UserError(f"{path}: damaged, or no plain dict of tensors ({_short(error)}); dump it again") from error
+            raise UserError(
+                f"{path}: damaged, or no plain dict of tensors ({first_line(error)}); dump it again"
+            ) from error
         ids = _field(path, fields, "input_ids", ("T",), target)
         length = len(ids)
         mask = _field(path, fields, "loss_mask", (length,), target)
@@ -221,7 +223,7 @@ def _speculators(
         try:
             fields = load_file(path)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: damaged ({_short(error)}); dump it again") from error
+            raise UserError(f"{path}: damaged ({first_line(error)}); dump it again") from error
         ids = _field(path, fields, "token_ids", ("T",), target)
         stacked = _field(path, fields, "hidden_states", (len(ids), len(taps) + 1, target.width), target)
         _no_more(path, fields, {"token_ids", "hidden_states"})
@@ -278,7 +280,3 @@ def _mask(path: Path, mask: Tensor) -> Tensor:
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise UserError(f"{path}: its loss_mask holds other numbers than 0 and 1")
     return mask.bool()
-
-
-def _short(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:120] or type(error).__name__

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from draftsmith.data.chat import Messages, Tools, UnusableError, check_order
+from draftsmith.data.documents import GROUP
 from draftsmith.errors import UserError
 from draftsmith.files import digest, publish, publish_json
 from draftsmith.progress import Ticker
@@ -341,8 +342,8 @@ class Journal:
         }
 
     def write_rows(self, ids: Iterable[str]) -> None:
-        """`rows.jsonl` of these conversations: token ids with their mask, or else messages; `group` keeps a conversation's
-        rows on one side of the held-out split."""
+        """`rows.jsonl` of these conversations: token ids with their mask, or else messages; `draftsmith_group` keeps a
+        conversation's rows on one side of the held-out split."""
 
         def write(temporary: Path) -> None:
             with temporary.open("w", encoding="utf-8") as file:
@@ -354,7 +355,7 @@ class Journal:
                     if rows is None:
                         rows = [{key: record[key] for key in ("messages", "tools") if record[key] is not None}]
                     for row in rows:
-                        file.write(json.dumps({"id": identity, "group": identity, **row}, ensure_ascii=False) + "\n")
+                        file.write(json.dumps({"id": identity, GROUP: identity, **row}, ensure_ascii=False) + "\n")
 
         publish(self.folder / "rows.jsonl", write)
 

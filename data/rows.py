@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from draftsmith.data.documents import SPLITS as SPLITS  # the folders below the one that `prepare` writes
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.files import publish, publish_json
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Rows(Sequence[Row]):
         try:
             rows = cls(place)
         except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError, SyntaxError, TokenError) as error:
-            reason = str(error).split("\n")[0]
+            reason = first_line(error)
             raise UserError(f"{place}: damaged rows ({reason}); run `draftsmith prepare` again") from error
         if damage := rows._misfit():
             raise UserError(f"{place}: damaged rows ({damage}); run `draftsmith prepare` again")

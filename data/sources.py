@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.data.documents import Document, Documents
+from draftsmith.data.documents import GROUP, Document, Documents
 from draftsmith.data.embedded import embedded_documents
 from draftsmith.data.schemas import RowError, read_row
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from draftsmith.data.corpus import Source
@@ -109,7 +109,7 @@ def _document(place: str, row: Any, source: "Source") -> Document:
         raise RowError("half a surrogate pair", message) from error
     except (RecursionError, TypeError, ValueError) as error:
         raise RowError("not JSON", f"a message holds what JSON cannot ({error})") from error
-    stated = row.get("group")  # several rows of one conversation say so
+    stated = row.get(GROUP)  # several rows of one conversation say so
     return document._replace(group=stated if isinstance(stated, str) else group)
 
 
@@ -186,7 +186,7 @@ def _parquet(file: Path, name: str) -> Iterator[Record]:
                     yield f"{name}:{index}", value
                     index += 1
     except (pyarrow.ArrowException, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"{file}: not a Parquet file that can be read ({reason}); give another file") from error
 
 
@@ -203,5 +203,5 @@ def _hub(source: "Source") -> Iterator[Record]:
         )
         yield from ((f"{source.path}:{index}", row) for index, row in enumerate(rows))
     except (DatasetsError, OSError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"data.sources: {source.path} (split {source.split}) cannot be loaded: {reason}") from error

@@ -195,8 +195,12 @@ def import_states(
     The same as `cache` with cache.imported set; to train on it, keep that section in the config.
     """
     given = [f"cache.imported.format={form}", f"cache.imported.path={json.dumps(str(dump))}"]
-    _run(_load(config, [*given, *(overrides or ())]), "cache")
-    say(f"to train on it, keep in {config}: cache: {{imported: {{format: {form}, path: {json.dumps(str(dump))}}}}}")
+    loaded = _load(config, [*given, *(overrides or ())])
+    _run(loaded, "cache")
+    about = loaded.config.cache.imported
+    assert about is not None
+    section = json.dumps({"cache": {"imported": about.model_dump(mode="json", exclude_defaults=True)}})
+    say(f"to train on it, keep in {config} (JSON is YAML): {section}")
 
 
 @app.command()

@@ -83,6 +83,17 @@ class Config(Settings):
                 raise ValueError(f"cache.taps: an EAGLE head (eagle.{name}) is trained on taps; use auto")
             if head.needs_last and not self.cache.last:
                 raise ValueError(f"cache.last: eagle.{name} is trained on the target's last states; set it to true")
+        partial = self.cache.distribution in ("topk8", "sampled") or (
+            self.cache.distribution == "topk"
+            and self.target.path is None
+            and self.cache.k < self.target.scratch.vocabulary
+        )
+        for section, trained in {"distill": self.distill, **{f"eagle.{n}": s for n, s in self.eagle.items()}}.items():
+            if trained.temperature != 1.0 and partial:
+                raise ValueError(
+                    f"{section}.temperature: {trained.temperature:g} needs the target's whole distribution; "
+                    "set cache.distribution to from_last, or the temperature to 1"
+                )
         known = (*BUILT_IN, *self.eagle)
         for name in self.evaluation.drafts:
             if name not in known:

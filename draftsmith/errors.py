@@ -14,3 +14,9 @@ class Stopped(BaseException):
     def __init__(self, signal: int, message: str) -> None:
         super().__init__(message)
         self.signal = signal
+
+
+def first_line(error: BaseException, limit: int = 200) -> str:
+    """What an error says, in one line of at most `limit` characters; its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:limit] if lines else type(error).__name__

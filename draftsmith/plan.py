@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.config import Config
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.run import RunFolder, schedule
 from draftsmith.stages import TRAINED, Work, stage_units
 
@@ -84,7 +84,7 @@ def _architecture(name: str, work: Work, trust_remote_code: bool = False) -> Any
         offline = not local and not _hub_answers()
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, local_files_only=offline)
     except (OSError, ValueError) as error:
-        reason = "the hub cannot be reached" if offline else str(error).strip().splitlines()[0]
+        reason = "the hub cannot be reached" if offline else first_line(error)
         kept = resources.files("draftsmith.configs").joinpath("shapes", f"{name.rpartition('/')[2].lower()}.json")
         if local or not kept.is_file():
             raise UserError(f"{name}: no configuration of it ({reason}); give a folder or a hub name") from error

@@ -26,7 +26,7 @@ import yaml
 
 from draftsmith import __version__
 from draftsmith.config import Loaded
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.files import digest, is_main, publish_json, publish_text, several_ranks
 from draftsmith.settings import without_secrets
 
@@ -148,7 +148,7 @@ class RunFolder:
             unit.work()
         except Exception as error:
             if _disk_is_full(error):
-                reason = str(error).splitlines()[0]
+                reason = first_line(error)
                 raise UserError(f"{unit.key}: {reason}; free some space and run the same command again") from error
             raise
         seconds = time.monotonic() - started

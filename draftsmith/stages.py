@@ -17,7 +17,7 @@ from rich.table import Table
 
 from draftsmith.config import Config
 from draftsmith.environment import describe_environment
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.eval.results import SCHEMA
 from draftsmith.files import publish_json
 from draftsmith.progress import ticker
@@ -59,7 +59,7 @@ def stage_units(config: Config, work: "Work") -> list[Unit]:
         Unit(
             "distill",
             "",
-            {"distill": _lasting(resolved["distill"]), "seed": seed},
+            {"distill": _lasting(resolved["distill"]), "seed": seed, "content": _drafts_read(config)},
             TRAINING_INPUTS,
             ("draft",),
             work.distill,
@@ -122,7 +122,19 @@ def _target_unit(config: Config, work: "Work", data: dict[str, Any]) -> Unit:
 def _imported(config: Config) -> dict[str, Any]:
     """The content of a dump that takes the place of the target's passes; nothing where there is none."""
     about = config.cache.imported
-    return {} if about is None else {"dump": stamp(Path(about.path).expanduser(), content=False)}
+    return {} if about is None else {"dump": _stamps(about.path, about.masks)}
+
+
+def _drafts_read(config: Config) -> list[str]:
+    """Marks of the drafts that distillation starts from or compares with."""
+    selective = config.distill.selective
+    return _stamps(config.distill.checkpoint, None if selective is None else selective.reference)
+
+
+def _stamps(*paths: str | None) -> list[str]:
+    """A mark of each local file or folder that changes when it does; hub names are taken to stand for what they stood for."""
+    places = [Path(path).expanduser() for path in paths if path is not None]
+    return [stamp(place, content=False) for place in places if place.exists()]
 
 
 def _trained_by(draft: str, config: Config) -> tuple[str, ...]:
@@ -194,7 +206,7 @@ class Work:
                 self.target_path, trust_remote_code=self.config.target.trust_remote_code
             )
         except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise UserError(f"target.path: {self.target_path} has no usable tokenizer ({reason})") from error
 
     @functools.cached_property
@@ -206,7 +218,7 @@ class Work:
             return OnlineRows(self.target, self.rows("train"), self.config.cache)
         reader = CacheReader(self.run / "cache", self.target.fingerprint())
         if damage := reader.verify():  # every byte, once: a flipped one would be trained on without a sign
-            raise UserError(f"{self.run / 'cache'}: {damage[0]}; run `draftsmith cache` to rebuild this shard")
+            raise UserError(f"{self.run / 'cache'}: {damage[0]}; run `draftsmith cache-repair CONFIG`")
         return reader
 
     @functools.cached_property

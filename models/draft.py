@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.models.lm import LanguageModel
 from draftsmith.models.target import Target, load_model
 
@@ -161,7 +161,7 @@ def check_tokenizer(name: str, target: Target) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise UserError(f"{name}: the draft has no usable tokenizer ({str(error).strip().splitlines()[0]})") from error
+        raise UserError(f"{name}: the draft has no usable tokenizer ({first_line(error)})") from error
     ours, theirs = ({i: token for token, i in t.get_vocab().items()} for t in (tokenizer, target.tokenizer))
     for i in sorted(ours.keys() | theirs.keys()):
         if ours.get(i) != theirs.get(i):
@@ -212,7 +212,7 @@ def _build(target: Target, changes: Mapping[str, int], blocks: Sequence[int] | N
         config = type(target.config).from_dict(values)
         return AutoModelForCausalLM.from_config(config).to(target.device).eval()
     except (ValueError, RuntimeError, ZeroDivisionError, IndexError, StrictDataclassError) as error:
-        raise UserError(f"distill.shape: {changes} is not a possible shape ({str(error).splitlines()[0]})") from error
+        raise UserError(f"distill.shape: {changes} is not a possible shape ({first_line(error)})") from error
 
 
 def _renumber(name: str, number: dict[int, int]) -> str:

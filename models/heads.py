@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.files import publish, publish_json
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
@@ -81,7 +81,7 @@ def load_head(folder: Path, config_type: type, build: Callable[[Any, DraftVocabu
         AttributeError,
         ArithmeticError,
     ) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"{folder}/config.json: not a possible head ({reason}); restore it") from error
     _fill(head, tensors, folder, target)
     return head

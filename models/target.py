@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.models.lm import LanguageModel, refuse_unsupported
 
 # Relative error of logits computed in two ways; the summation order differs, and in half precision the rounding too.
@@ -211,7 +211,3 @@ def load_model(name: str, dtype: str = "float32", trust_remote_code: bool = Fals
 def _relative(ours: Tensor, own: Tensor) -> Tensor:
     """Largest difference of each position's logits [..., V] over their spread."""
     return (ours - own).abs().amax(-1).flatten() / own.std(-1).clamp_min(1e-6).flatten()
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:200]

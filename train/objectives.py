@@ -138,7 +138,9 @@ class Objective(nn.Module):
             tokens = self.vocabulary.to_draft(batch.token_ids[places[0], places[1] + 1])
         if batch.teacher is None:
             if batch.last is None or self.target_head is None:
-                raise UserError("the cache holds no distribution: cache it again with cache.k above 0")
+                raise UserError(
+                    "the batch holds neither a distribution nor last states to compute one from; cache it again"
+                )
             return LastTeacher(batch.last[places], self.target_head, self.vocabulary, tokens)
         ids, log_probs = batch.teacher.ids[places], batch.teacher.log_probs[places]
         weight = batch.teacher.weights[places] if isinstance(batch.teacher, Sampled) else None

@@ -149,8 +149,8 @@ class EagleTrainSettings(TrainSettings):
     draft_vocabulary: size V_d, the most frequent supervised tokens, or below 1 the share of them that it must cover (null: the
     whole vocabulary). width, kv_heads, intermediate: as in the target unless given; taps: those of the cache's that are fused
     (null: all). head_from_target: start the output head from the target's rows; embedding_start: start the layer so that it passes
-    the joined token's embedding on (`models.eagle.start_from_embedding`). norm_taps, norm_state: EAGLE-3.1. inputs: what a slot
-    joins, "shifted" or one of EAGLE's ablations.
+    the joined token's embedding on, in heads whose attention is as wide as they are (`models.eagle.start_from_embedding`).
+    norm_taps, norm_state: EAGLE-3.1. inputs: what a slot joins, "shifted" or one of EAGLE's ablations.
 
     detach: no gradient between rollout steps (HASS). feature_loss: weight of the regression to the target's last state (EAGLE-1's
     published mixture, 1 to 0.1, is 10); noise: half-width of the uniform noise on the features (EAGLE-1). confidence: weight of

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from draftsmith.errors import UserError
 from draftsmith.files import publish_json
@@ -34,6 +34,11 @@ class ImportSettings(Settings):
     )
     masks: str | None = None  # speculators: the data set with loss_mask (null: beside the states)
 
+    @field_validator("path", "masks")
+    @classmethod
+    def _at_home(cls, path: str | None) -> str | None:
+        return path if path is None else str(Path(path).expanduser())
+
 
 class CacheSettings(Settings):
     """What of the target is kept. `batch_tokens` changes only the speed of the forward passes, never the content."""
@@ -41,7 +46,7 @@ class CacheSettings(Settings):
     taps: Literal["auto", "none"] | tuple[int, ...] = "auto"  # block outputs, from 0; "none" serves draft LMs only
     state_codec: Literal["fp32", "bf16", "fp8", "int8", "int4"] = "bf16"
     # topk: the likeliest tokens and the mass of the rest; topk8: the same, log-probabilities in a byte; sampled: unbiased
-    # draws; from_last: nothing, it is computed again, exactly, from the last state, which is then stored.
+    # draws; from_last: nothing, it is computed again from the last state, which is then stored: as exactly as state_codec is.
     distribution: Literal["topk", "topk8", "sampled", "from_last"] = "topk"
     k: int = Field(64, ge=1)  # likeliest tokens kept of each distribution, or draws from it
     last: bool = False  # only EAGLE-1, Medusa and from_last take the last state as input
@@ -61,6 +66,8 @@ class CacheSettings(Settings):
     def _last_is_there(self) -> Self:
         if self.distribution == "from_last" and not self.last:
             raise ValueError("last: from_last computes the distribution from it; leave last out or make it true")
+        if self.online and self.imported is not None:
+            raise ValueError("online: an imported dump is on disk already; leave online or imported out")
         return self
 
 

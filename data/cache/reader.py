@@ -128,7 +128,7 @@ class CacheReader(Sequence[CachedRow]):
             try:
                 self._handles[number] = safe_open(path, "pt")
             except SafetensorError as error:
-                raise UserError(f"{path}: damaged ({error}); run `draftsmith cache` to rebuild this shard") from error
+                raise UserError(f"{path}: damaged ({error}); run `draftsmith cache-repair CONFIG`") from error
             if len(self._handles) > OPEN_SHARDS:
                 self._handles.popitem(last=False)
         self._handles.move_to_end(number)
@@ -137,11 +137,11 @@ class CacheReader(Sequence[CachedRow]):
     def _check(self, number: int) -> None:
         shard = self.manifest.shards[number]
         if damage := shard_damage(self.folder, shard, every_byte=False):
-            raise UserError(f"{self.folder}: {damage}; run `draftsmith cache` to rebuild this shard")
+            raise UserError(f"{self.folder}: {damage}; run `draftsmith cache-repair CONFIG`")
         missing = sorted(set(shard_tensors(self.manifest)) - set(self._handle(number).keys()))
         if missing:
             raise UserError(
-                f"{self.folder}: {shard.name} lacks field {missing[0]}; delete the shard and run `draftsmith cache`"
+                f"{self.folder}: {shard.name} lacks field {missing[0]}; run `draftsmith cache-repair CONFIG`"
             )
 
 

@@ -274,7 +274,9 @@ def test_options_act_on_rows_that_come_with_their_masks_or_are_refused(tmp_path:
 
 
 def test_rows_of_one_group_fall_on_one_side_of_the_split(tmp_path: Path) -> None:
-    rows = [{"token_ids": [6, 7, n + 8], "loss_mask": [0, 1, 1], "group": f"chat {n // 3}"} for n in range(30)]
+    rows = [
+        {"token_ids": [6, 7, n + 8], "loss_mask": [0, 1, 1], "draftsmith_group": f"chat {n // 3}"} for n in range(30)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = DataSettings(sources=(Source(kind="json", path=str(tmp_path / "rows.jsonl")),), held_out=0.5)
     prepare(settings, tiny_tokenizer(), tmp_path / "rows")

@@ -262,7 +262,7 @@ def test_context_that_the_server_renders_anew_begins_a_row_of_the_same_group(
     monkeypatch.setattr(sys.modules[__name__], "read", lambda messages: [2000 + len(messages), PROMPT])
     run(server, tmp_path, [[USER, ANSWER, AGAIN, LATER]])
     first, second = lines(tmp_path / "rows.jsonl")
-    assert first["group"] == second["group"]
+    assert first["draftsmith_group"] == second["draftsmith_group"]
     assert (first["token_ids"][0], second["token_ids"][0]) == (2001, 2003)
 
 
