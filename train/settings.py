@@ -74,8 +74,8 @@ class TrainSettings(Settings):
 class OnPolicySettings(Settings):
     """Rows that the draft continues itself (`draftsmith.train.on_policy`).
 
-    share: of the rows of every batch; every: batches after which the continuing draft gets the current weights; temperature: at
-    which it samples.
+    share: of the rows; every: optimiser steps after which the continuing draft gets the current weights; temperature: at which
+    it samples.
     """
 
     share: float = Field(0.5, ge=0, le=1)
