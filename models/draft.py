@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.errors import UserError
+from draftsmith.files import publish_files
 from draftsmith.models.lm import LanguageModel
 from draftsmith.models.target import Target, load_model
 
@@ -128,9 +129,13 @@ class DraftLM(LanguageModel):
         return self
 
     def save(self, folder: Path, target: Target) -> None:
-        """Write weights, configuration and the target's tokenizer as a `transformers` folder."""
-        self.model.save_pretrained(folder)
-        target.tokenizer.save_pretrained(folder)
+        """Write weights, configuration and the target's tokenizer as a `transformers` folder. Each file is atomic."""
+
+        def write(partial: Path) -> None:
+            self.model.save_pretrained(partial)
+            target.tokenizer.save_pretrained(partial)
+
+        publish_files(folder, write)
 
 
 def sizes(target: Target, shape: Shape) -> dict[str, int]:

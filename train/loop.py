@@ -211,7 +211,7 @@ class _Trainer:
         ):
             while at.step < len(self.plan):
                 self._one(self.plan[at.step], lines, progress)
-                if settings.patience and at.since_best >= settings.patience:
+                if settings.patience and at.since_best >= settings.patience and at.step < len(self.plan):
                     self._say(f"no better held-out acceptance in {settings.patience} validations: stops early")
                     at.summary.steps = at.step
                     break

@@ -68,6 +68,11 @@ class TrainSettings(Settings):
                 raise ValueError(
                     f"{option}: {getattr(self, option)} changes nothing without {' or '.join(sorted(names))}; remove it"
                 )
+        if self.patience > max(0, self.validations - 2):
+            raise ValueError(
+                f"patience: {self.patience} can stop nothing before the last of {self.validations} validations; "
+                f"set validations to {self.patience + 2} or more, or patience to 0"
+            )
         return self
 
 

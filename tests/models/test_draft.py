@@ -38,6 +38,23 @@ def test_a_draft_of_some_blocks_runs_these_blocks():
     assert draft.blocks == 2
 
 
+def test_a_save_that_fails_leaves_the_draft_that_was_there(tmp_path, monkeypatch):
+    target = tiny_target()
+    folder = tmp_path / "draft"
+    DraftLM.from_target_blocks(target, [0]).save(folder, target)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    draft = DraftLM.from_target_blocks(target, [1, 2])
+
+    def breaks(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(target.tokenizer, "save_pretrained", breaks)  # after the weights
+    with pytest.raises(OSError, match="No space"):
+        draft.save(folder, target)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [place.name for place in tmp_path.iterdir()] == ["draft"]
+
+
 def test_save_and_load_gives_the_same_logits(tmp_path):
     target = tiny_target()
     draft = DraftLM.from_scratch(target, {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}, seed=1)
