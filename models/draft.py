@@ -233,7 +233,8 @@ def _freeze_ends(model: Any) -> None:
 
 def _build(target: Target, changes: Mapping[str, int], blocks: Sequence[int] | None) -> Any:
     values: dict[str, Any] = {**target.config.to_dict(), **changes}
-    kept = range(values["num_hidden_layers"]) if blocks is None else blocks
+    count = getattr(target.config, "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")
+    kept = range(changes.get(count, target.blocks)) if blocks is None else blocks
     try:
         for name in PER_BLOCK:
             if said := getattr(target.config, name, None):
