@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,32 @@ def publish_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
     publish(path, write)
+
+
+def publish_files(folder: Path, write: Callable[[Path], None]) -> None:
+    """Call `write(temporary folder)` and move what it wrote into `folder`, flushed to disk, each file complete or as before.
+
+    Other files of `folder` stay. What a crash leaves beside it is removed by the next call.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        write(partial)
+        folder.mkdir(exist_ok=True)
+        for path in sorted(path for path in partial.rglob("*") if path.is_file()):
+            with path.open("rb") as written:
+                os.fsync(written.fileno())
+            place = folder / path.relative_to(partial)
+            place.parent.mkdir(exist_ok=True)
+            path.replace(place)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def publish_json(path: Path, value: Any) -> None:

@@ -105,9 +105,9 @@ class RunFolder:
         """What is known of the last run of a unit. A damaged record counts as none: the unit runs again."""
         try:
             record = json.loads(self._place(key).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, RecursionError):
             return None
-        return record if isinstance(record, dict) else None
+        return record if _sound(record) else None
 
     def reason(self, unit: Unit, running: Sequence[str] = ()) -> str:
         """Why `unit` must run, "" when it need not. `running`: keys of units that run before it in the same call."""
@@ -258,6 +258,13 @@ def stamp(path: Path, content: bool) -> str:
                 mark = hashlib.file_digest(stream, "sha256").hexdigest()
         entries.append([file.relative_to(path).as_posix() if path.is_dir() else file.name, about.st_size, mark])
     return digest(entries)
+
+
+def _sound(record: Any) -> bool:
+    """Whether a record is of the form that `RunFolder.run` writes."""
+    if not isinstance(record, dict) or not isinstance(record.get("inputs"), dict):
+        return False
+    return "id" not in record or isinstance(record.get("outputs"), dict)
 
 
 def _disk_is_full(error: Exception) -> bool:

@@ -5,6 +5,7 @@ Knows results and training logs as plain values; knows no page, no run folder, n
 
 import io
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -180,7 +181,8 @@ def depth_plots(results: Sequence[Result]) -> list[Plot]:
             chosen = [result for result in group if result.domain == domain and result.n_alpha]
             if chosen:
                 title = f"Acceptance by depth: {domain}, {_label(setting)}"
-                plots.append(_draw(f"depth-{domain}-{_file(setting)}", title, _depth(chosen, setting[1])))
+                name = re.sub(r"[^\w.-]+", "_", domain)  # a domain is any text, and this becomes a file's name
+                plots.append(_draw(f"depth-{name}-{_file(setting)}", title, _depth(chosen, setting[1])))
     return plots
 
 

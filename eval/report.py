@@ -25,6 +25,7 @@ from draftsmith.files import publish, publish_text
 from draftsmith.settings import flat
 
 DEFAULT_COST = 0.05  # of one draft step in target steps, where no result holds a measured one
+LARGEST = 1e15  # what a training log may hold; plots fail beyond any such number
 TRAINED = ("target", "draft", "eagle/*")  # folders with a training.jsonl
 
 
@@ -155,9 +156,8 @@ def load_curves(run: Path) -> list[Curve]:
     curves = []
     for pattern in TRAINED:
         for path in sorted(run.glob(f"{pattern}/training.jsonl")):
-            steps = [
-                entry for line in path.read_text(encoding="utf-8").splitlines() if (entry := _entry(line)) is not None
-            ]
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            steps = [entry for line in lines if (entry := _entry(line)) is not None]
             acceptance = tuple(entry.get("expected_acceptance") for entry in steps)
             at, loss = tuple(int(e["step"]) for e in steps), tuple(float(e["loss"]) for e in steps)
             name = "distilled" if pattern == "draft" else path.parent.name
@@ -166,11 +166,18 @@ def load_curves(run: Path) -> list[Curve]:
 
 
 def _entry(line: str) -> dict[str, Any] | None:
+    """A logged step with finite numbers; None for any other line."""
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return entry if isinstance(entry, dict) and {"step", "loss"} <= entry.keys() else None
+    if not isinstance(entry, dict) or not all(_is_number(entry.get(name)) for name in ("step", "loss")):
+        return None
+    return entry if _is_number(entry.get("expected_acceptance", 0)) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < LARGEST
 
 
 def _plots(run: Path, results: list[Result]) -> list[tuple[str, list[Plot]]]:
@@ -195,6 +202,13 @@ def _uri(svg: str) -> str:
 
 def _optional(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _machine(path: Path) -> list[tuple[str, str]]:
+    try:
+        return _facts(json.loads(text)) if (text := _optional(path)) else []
+    except (OSError, ValueError, AttributeError, RecursionError) as problem:
+        raise UserError(f"{path}: not readable; remove it, any stage of the run writes it again") from problem
 
 
 def _facts(environment: dict[str, Any]) -> list[tuple[str, str]]:
@@ -239,7 +253,6 @@ def _render(run: Path, results: list[Result], groups: list[tuple[str, list[Plot]
         for (temperature, K, tree), group in by_setting(results)
     ]
     resolved = _optional(run / "resolved.yaml")
-    machine = _optional(run / "environment.json")
     return environment.get_template("report.html.jinja").render(
         name=run.resolve().name,
         verdict=verdict(results),
@@ -252,5 +265,5 @@ def _render(run: Path, results: list[Result], groups: list[tuple[str, list[Plot]
         ],
         settings=resolved,
         seed=(yaml.safe_load(resolved) or {}).get("seed"),
-        machine=_facts(json.loads(machine)) if machine else [],
+        machine=_machine(run / "environment.json"),
     )

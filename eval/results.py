@@ -4,6 +4,7 @@ Knows the schema of the files and which draft a reader cares about; draws and pr
 """
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 from draftsmith.errors import UserError
 
 SCHEMA = 1
+MOST_DRAFTED = 10_000  # tokens per verify; a file that says more is no result
 #: Drafts that mark a scale (nothing learnt, nothing to learn) and are never a run's headline.
 YARDSTICKS = ("untrained", "oracle")
 #: The order of tables and colours; any other name follows alphabetically.
@@ -58,22 +60,32 @@ class Result:
 def measure(entry: Any) -> Measure | None:
     """`{"value", "low", "high", "count"}` or a bare number as a `Measure`; None for what was not measured (`{}`)."""
     if isinstance(entry, int | float) and not isinstance(entry, bool):
-        return Measure(float(entry), float(entry), float(entry), 0)
+        return Measure(value := _finite(entry), value, value, 0)
     if not isinstance(entry, dict) or entry.get("value") is None:
         return None
-    value = float(entry["value"])
-    low, high = (float(bound) if (bound := entry.get(side)) is not None else value for side in ("low", "high"))
+    value = _finite(entry["value"])
+    low, high = (_finite(bound) if (bound := entry.get(side)) is not None else value for side in ("low", "high"))
     return Measure(value, low, high, int(entry.get("count") or 0))
 
 
+def _finite(number: Any) -> float:
+    """JSON of Python's knows NaN and Infinity, which nothing measured is. Raises ValueError."""
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is no measured number")
+    return value
+
+
 def _result(draft: str, parameters: int | None, entry: dict[str, Any]) -> Result:
-    identical = entry.get("identical")
+    identical, K = entry.get("identical"), int(entry["K"])
+    if not 0 <= K <= MOST_DRAFTED:
+        raise ValueError(f"K is {K}")
     return Result(
         draft=draft,
         parameters=parameters,
         domain=str(entry["domain"]),
-        temperature=float(entry["temperature"]),
-        K=int(entry["K"]),
+        temperature=_finite(entry["temperature"]),
+        K=K,
         tree=str(entry.get("tree", "chain")),
         prompts=int(entry.get("prompts", 0)),
         verifies=int(entry.get("verifies", 0)),
@@ -131,7 +143,7 @@ def _evaluated(run: Path) -> list[str]:
     try:
         resolved = yaml.safe_load(path.read_text(encoding="utf-8"))
         return list((resolved or {}).get("evaluation", {}).get("drafts", []))
-    except (yaml.YAMLError, ValueError, AttributeError, TypeError) as problem:
+    except (yaml.YAMLError, OSError, ValueError, AttributeError, TypeError, RecursionError) as problem:
         raise UserError(f"{path}: not readable as a run's settings; run the stage again to make it anew") from problem
 
 
@@ -143,7 +155,7 @@ def _read(path: Path) -> _File:
         parameters = document.get("draft", {}).get("parameters")
         found = [_result(path.stem, parameters, entry) for entry in document["results"]]
         target = str(document.get("target", {}).get("fingerprint", ""))
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (OSError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, RecursionError) as problem:
         raise UserError(
             f"{path}: not a result of eval-acceptance ({problem!r}); remove it or evaluate again"
         ) from problem

@@ -15,12 +15,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.errors import UserError, first_line
+from draftsmith.files import publish_files
 from draftsmith.models.lm import LanguageModel
 from draftsmith.models.target import Target, load_model
 
 Shape = str | Mapping[str, int]
 #: Named shapes: the share of the target's width, heads, feed-forward width and blocks that the draft has.
 SHAPES = {"half": 1 / 2, "quarter": 1 / 4, "eighth": 1 / 8}
+#: Lists of a configuration that say something of each block, in their order.
+PER_BLOCK = ("layer_types", "mlp_layer_types", "no_rope_layers")
+OTHERS = "name other blocks, or start from scratch"
+PROBE = 8  # tokens
 ROWS_AT_ONCE = 1 << 14  # of a vocabulary in one product: 0.6 GB in float64 at a width of 5,120
 
 
@@ -34,7 +39,7 @@ class DraftLM(LanguageModel):
         """The target with only these of its blocks, in this order; blocks and final norm are copies.
 
         head "copied": so are embedding and output head, and they are trained. "shared": they stay the target's own tensors,
-        frozen. Raises UserError for blocks that the target does not have.
+        frozen. Raises UserError for blocks that the target does not have, and for those that are another thing at another place.
         """
         if not blocks or any(not 0 <= i < target.blocks for i in blocks):
             raise UserError(
@@ -43,19 +48,38 @@ class DraftLM(LanguageModel):
         model = _build(target, {"num_hidden_layers": len(blocks)}, blocks)
         source = target.model.state_dict()
         number = dict(enumerate(blocks))
-        state = {name: source[_renumber(name, number)].clone() for name in model.state_dict()}
-        model.load_state_dict(state)
+        origin = {name: _renumber(name, number) for name in model.state_dict()}
+        if missing := [name for name in origin.values() if name not in source]:
+            raise UserError(f"distill.blocks: {list(blocks)} need {missing[0]}, which the target has not; {OTHERS}")
+        model.load_state_dict({name: source[old].clone() for name, old in origin.items()})
         if head == "shared":
             _set_ends(model, *_ends(target.model))
             _freeze_ends(model)
-        return cls(model).of(target)
+        draft = cls(model).of(target)
+        if list(blocks) == sorted(set(blocks)) and target.device.type != "meta" and not _runs(draft, target, blocks):
+            raise UserError(
+                f"distill.blocks: {list(blocks)} compute something else in a {target.config.model_type} draft, where their"
+                f" places change what they do; {OTHERS}"
+            )
+        return draft
 
     @classmethod
     def from_scratch(cls, target: Target, shape: Shape, seed: int) -> "DraftLM":
-        """A fresh model of the target's architecture: some sizes changed (`transformers` config names), or one of `SHAPES`."""
+        """A fresh model of the target's architecture: some sizes changed (`transformers` config names), or one of `SHAPES`.
+
+        Raises UserError for sizes that do not go together: some configurations are only found impossible by running them.
+        """
+        changes = sizes(target, shape)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return cls(_build(target, sizes(target, shape), None)).of(target)
+            draft = cls(_build(target, changes, None)).of(target)
+        if target.device.type != "meta":
+            try:
+                with torch.no_grad():
+                    draft.forward(torch.zeros(1, PROBE, dtype=torch.long, device=target.device))
+            except RuntimeError as error:
+                raise _impossible(changes, error) from error
+        return draft
 
     @classmethod
     def narrowed(
@@ -105,9 +129,13 @@ class DraftLM(LanguageModel):
         return self
 
     def save(self, folder: Path, target: Target) -> None:
-        """Write weights, configuration and the target's tokenizer as a `transformers` folder."""
-        self.model.save_pretrained(folder)
-        target.tokenizer.save_pretrained(folder)
+        """Write weights, configuration and the target's tokenizer as a `transformers` folder. Each file is atomic."""
+
+        def write(partial: Path) -> None:
+            self.model.save_pretrained(partial)
+            target.tokenizer.save_pretrained(partial)
+
+        publish_files(folder, write)
 
 
 def sizes(target: Target, shape: Shape) -> dict[str, int]:
@@ -205,14 +233,47 @@ def _freeze_ends(model: Any) -> None:
 
 def _build(target: Target, changes: Mapping[str, int], blocks: Sequence[int] | None) -> Any:
     values: dict[str, Any] = {**target.config.to_dict(), **changes}
-    if kinds := getattr(target.config, "layer_types", None):
-        count = values["num_hidden_layers"]
-        values["layer_types"] = [kinds[i] for i in (range(count) if blocks is None else blocks)]
+    count = getattr(target.config, "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")
+    kept = range(changes.get(count, target.blocks)) if blocks is None else blocks
     try:
+        for name in PER_BLOCK:
+            if said := getattr(target.config, name, None):
+                values[name] = [said[i] for i in kept]
+        if dense := getattr(
+            target.config, "first_k_dense_replace", None
+        ):  # DeepSeek: blocks without experts come first
+            values["first_k_dense_replace"] = sum(i < dense for i in kept)
         config = type(target.config).from_dict(values)
         return AutoModelForCausalLM.from_config(config).to(target.device).eval()
     except (ValueError, RuntimeError, ZeroDivisionError, IndexError, StrictDataclassError) as error:
-        raise UserError(f"distill.shape: {changes} is not a possible shape ({first_line(error)})") from error
+        raise _impossible(changes, error) from error
+
+
+def _impossible(changes: Mapping[str, int], error: Exception) -> UserError:
+    reason = (str(error).splitlines() or [type(error).__name__])[
+        -1
+    ].strip()  # the library's first line names a function
+    return UserError(f"distill.shape: {dict(changes)} is not a possible shape ({reason})")
+
+
+@torch.no_grad()
+def _runs(draft: DraftLM, target: Target, blocks: Sequence[int]) -> bool:
+    """Whether the draft computes what the target does when all blocks but these pass their input on."""
+
+    def pass_on(_module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
+        given = args[0] if args else named["hidden_states"]
+        return (given, *output[1:]) if isinstance(output, tuple) else given
+
+    ids = torch.arange(PROBE, device=target.device)[None] % target.usable
+    others = [module for i, module in enumerate(target.block_modules) if i not in blocks]
+    hooks = [module.register_forward_hook(pass_on, with_kwargs=True) for module in others]
+    try:
+        expected = target.forward(ids, want_logits=False).last.float()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found = draft.forward(ids, want_logits=False).last.float()
+    return bool((found - expected).abs().max() <= 0.01 * expected.abs().max())
 
 
 def _renumber(name: str, number: dict[int, int]) -> str:

@@ -51,7 +51,7 @@ class LanguageModel:
         self.usable = self.vocabulary  # ids from here on are padding that no tokenizer knows
         self.context: int = _context(self.config)
         self._body: nn.Module = model.base_model
-        self._block_modules = _find_blocks(self._body, self.blocks)
+        self.block_modules = _find_blocks(self._body, self.blocks)
         self._windows = _attention_windows(self.config)
         parameters = inspect.signature(self._body.forward).parameters
         # transformers 5.24 renamed the argument and wraps `forward`; older releases know only the first name.
@@ -116,7 +116,7 @@ class LanguageModel:
                 **self._tree_inputs(ids, cache, visible, depths),
             }
         kept: dict[int, Tensor] = {}
-        hooks = [self._block_modules[i].register_forward_hook(_keep_output(kept, i)) for i in taps]
+        hooks = [self.block_modules[i].register_forward_hook(_keep_output(kept, i)) for i in taps]
         try:
             last = self._body(input_ids=ids, **arguments).last_hidden_state
         finally:

@@ -19,7 +19,10 @@ from draftsmith.data.cache.reader import CacheReader
 from draftsmith.data.corpus import DataSettings, load_documents
 from draftsmith.data.rows import Rows
 from draftsmith.errors import UserError
+from draftsmith.eval import report
+from draftsmith.eval.results import load_results
 from draftsmith.models.eagle import EagleHead
+from draftsmith.run import RunFolder, Unit
 from draftsmith.train.checkpoint import Checkpoints
 
 quick = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -56,6 +59,8 @@ def known(kind: str) -> dict[str, bytes]:
             rows = tiny_rows(folder, [9, 12, 7])
             if kind == "cache":
                 build_cache(target, rows, place, CacheSettings(k=4))
+        elif kind == "run":
+            write_run(place)
         elif kind == "head":
             a_head(target).save(place)
         elif kind == "checkpoints":
@@ -99,11 +104,60 @@ def read_cache(folder: Path) -> None:
         reader.batch(range(len(reader)))
 
 
+def interval(value: float) -> dict[str, float]:
+    return {"value": value, "low": value - 0.1, "high": value + 0.1, "count": 9}
+
+
+def write_run(place: Path) -> None:
+    """All files of a run folder that a report reads, as small as they come."""
+    entry = {
+        "domain": "code",
+        "temperature": 0.0,
+        "K": 3,
+        "tree": "chain",
+        "prompts": 2,
+        "verifies": 9,
+        "identical": [2, 2],
+    }
+    measured = {
+        "alpha": interval(0.7),
+        "tokens_per_verify": interval(2.1),
+        "n_alpha": [interval(0.7)],
+        "speedup": interval(1.2),
+    }
+    result = {"schema": 1, "draft": {"parameters": 5}, "target": {"fingerprint": "x"}, "results": [entry | measured]}
+    done = {
+        "unit": "cache",
+        "version": "0",
+        "settings": {},
+        "inputs": {"target": "x"},
+        "id": "y",
+        "outputs": {"cache": "1"},
+    }
+    for name, value in (("eval/eagle3", result), ("environment", {"packages": {"torch": "2"}}), ("stages/cache", done)):
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / f"{name}.json").write_text(json.dumps(value))
+    (place / "resolved.yaml").write_text("seed: 0\nevaluation: {drafts: [eagle3]}\n")
+    (place / "draft").mkdir()
+    (place / "draft" / "training.jsonl").write_text('{"step": 1, "loss": 2.0, "expected_acceptance": 0.4}\n' * 2)
+
+
+def read_run(folder: Path) -> None:
+    """All that reads a run folder, except for drawing, which takes a second."""
+    RunFolder(folder).reason(Unit("cache", "", {}, ("target",), ("cache",), lambda: None))
+    report.load_curves(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "_plots", lambda run, results: [])
+        report.build_report(folder)
+    report.console_tables(load_results(folder))
+
+
 READERS: dict[str, Callable[[Path], Any]] = {
     "cache": read_cache,
     "rows": lambda folder: [row for row in Rows.open(folder, "train")],  # noqa: C416
     "head": lambda folder: EagleHead.load(folder, the_target()),
     "checkpoints": lambda folder: Checkpoints(folder).newest(lambda text: None),
+    "run": read_run,
 }
 
 
@@ -122,6 +176,26 @@ def test_a_damaged_file_is_read_or_refused_in_one_line(kind: str, data: st.DataO
         before = around(place)
         refused_or_read(lambda: READERS[kind](place))
         assert around(place) == before
+
+
+#: What JSON may hold that no writer of ours wrote. Deep lists and long numbers stand for their kinds.
+ODD = [b"[" * 3000, b"9" * 5000, b"\xff", b'{"schema": 1, "results": [{"domain": "x", "temperature": 1, "K": 1e999}]}']
+DEEP_YAML = b"[" * 1500  # its reader takes time by the square of the depth
+
+
+@quick
+@given(
+    content=st.binary(max_size=40) | st.sampled_from(ODD),
+    text=st.binary(max_size=40) | st.just(DEEP_YAML),
+    where=st.data(),
+)
+def test_no_file_of_a_run_folder_is_more_than_unreadable(content: bytes, text: bytes, where: st.DataObject) -> None:
+    with TemporaryDirectory() as name:
+        write_run(place := Path(name) / "run")
+        names = ["eval/eagle3.json", "stages/cache.json", "environment.json", "draft/training.jsonl", "resolved.yaml"]
+        victim = where.draw(st.sampled_from(names))
+        (place / victim).write_bytes(text if victim.endswith(".yaml") else content)
+        refused_or_read(lambda: read_run(place))
 
 
 YAML = (

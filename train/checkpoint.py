@@ -8,7 +8,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,13 @@ from draftsmith.train.ranks import share, whole
 
 SCHEMA, KEPT = 1, 2
 STATE, TENSORS = "state.json", ("weights", "optimizer", "random")
+SOURCE = "source"  # the tensors of a source of rows that has some
 
 Tensors = dict[str, dict[str, Tensor]]  # file → name → tensor
 
 
 class Checkpoints:
-    """`<folder>/step-000120/`: `weights`, `optimizer` and `random.safetensors`, and `state.json` with their digests."""
+    """`<folder>/step-000120/`: `weights`, `optimizer`, `random`, for some `source.safetensors`, and `state.json` with digests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -78,10 +79,11 @@ class Checkpoints:
             raise ValueError(f"{STATE} does not have its own digest")
         if place != self._place(state["step"]):
             raise ValueError(f"{STATE} is of step {state['step']}")
-        for name in TENSORS:
+        names = [*TENSORS, *({SOURCE} & set(state["digests"]))]
+        for name in names:
             if _digest(place / f"{name}.safetensors") != state["digests"][name]:
                 raise ValueError(f"{name}.safetensors does not have the digest in {STATE}")
-        return state, {name: load_file(place / f"{name}.safetensors") for name in TENSORS}
+        return state, {name: load_file(place / f"{name}.safetensors") for name in names}
 
     def clear(self) -> None:
         """Remove all: the training is done."""
@@ -115,13 +117,22 @@ def trained(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """Sixteen hex digits over names, shapes and bytes."""
+    hasher = xxhash.xxh3_64()
+    for name, tensor in tensors.items():
+        hasher.update(f"{name} {tuple(tensor.shape)}".encode())
+        hasher.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
+
+
 def capture(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     """Masters, optimiser state and generators as whole tensors on the CPU. A collective where parameters are sharded."""
     weights, states = {}, {}
     for name, parameter in trained(module).items():
-        weights[name] = _kept(parameter.detach())
+        weights[name] = kept(parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
-            states[f"{name}/{key}"] = _kept(value)
+            states[f"{name}/{key}"] = kept(value)
     randoms = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         randoms |= {f"cuda{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
@@ -151,8 +162,9 @@ def restore(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensor
                 torch.cuda.set_rng_state(tensors["random"][f"cuda{index}"], index)
 
 
-def _kept(tensor: Tensor) -> Tensor:
-    return whole(tensor).cpu().contiguous().clone()
+def kept(tensor: Tensor) -> Tensor:
+    """A whole copy on the CPU, as a checkpoint takes it. A collective where the tensor is sharded."""
+    return whole(tensor.detach()).cpu().contiguous().clone()
 
 
 def generators() -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Which rows every step takes, and reading this rank's part of them. Knows sources of rows; knows no objective."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from draftsmith.data.batches import Batch, length_buckets
 from draftsmith.errors import UserError
@@ -24,6 +25,30 @@ class Source(Protocol):
     def batch(self, indices: Sequence[int]) -> Batch:
         """Some rows with all that their objective needs, padded."""
         ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A source whose batches depend on the step and on what happened before: checkpoints keep its tensors."""
+
+    def begin(self, step: int) -> None:
+        """Optimiser step `step`, counted from 0, reads its rows next. Called on every rank, between the same steps of all."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """All that a later `begin` does not bring back, on the CPU."""
+        ...
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `state` gave."""
+        ...
+
+
+def stateful(source: Any) -> Stateful | None:
+    """The stateful one among a source and those that it wraps, each as its attribute `source`."""
+    while source is not None and not isinstance(source, Stateful):
+        source = getattr(source, "source", None)
+    return source
 
 
 def batch_plan(lengths: np.ndarray, settings: TrainSettings, seed: int) -> list[list[list[int]]]:
@@ -56,12 +81,15 @@ class Feeder:
 
     def __init__(self, source: Source, index: int, size: int, device: torch.device) -> None:
         self.source, self.index, self.size, self.device = source, index, size, device
+        self.stateful = stateful(source)
         self.waited = 0.0  # seconds
         self.spare: Batch | None = None
 
-    def load(self, micro: list[list[int]]) -> Loaded:
+    def load(self, step: int, micro: list[list[int]]) -> Loaded:
         """This rank's micro-batches, as many as every other rank has: where there are too few, one with nothing supervised."""
         started, loaded = time.monotonic(), Loaded()
+        if self.stateful is not None:
+            self.stateful.begin(step)
         for rows in micro[self.index :: self.size]:
             batch, good, failures = _read_rows(self.source, rows)
             loaded.failures += failures

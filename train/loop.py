@@ -26,7 +26,16 @@ from torch import Tensor, nn
 from draftsmith.data.batches import Batch
 from draftsmith.errors import Stopped, UserError
 from draftsmith.progress import Ticker, ticker
-from draftsmith.train.checkpoint import Checkpoints, capture, generators, restore, set_generators, trained
+from draftsmith.train.checkpoint import (
+    SOURCE,
+    Checkpoints,
+    capture,
+    fingerprint,
+    generators,
+    restore,
+    set_generators,
+    trained,
+)
 from draftsmith.train.faults import nonfinite, nonfinite_gradients
 from draftsmith.train.feeder import Feeder, Loaded, Source, batch_plan
 from draftsmith.train.held_out import HeldOut
@@ -177,6 +186,8 @@ class _Trainer:
             )
         restore(self.objective, self.optimizer, tensors)
         set_generators(state["generators"])
+        if self.feeder.stateful is not None:
+            self.feeder.stateful.restore(tensors[SOURCE])
         position = state["position"]
         self.at = _Position(**{**position, "summary": Summary(**position["summary"])})
         self.before = self.at.summary.seconds
@@ -200,7 +211,7 @@ class _Trainer:
         ):
             while at.step < len(self.plan):
                 self._one(self.plan[at.step], lines, progress)
-                if settings.patience and at.since_best >= settings.patience:
+                if settings.patience and at.since_best >= settings.patience and at.step < len(self.plan):
                     self._say(f"no better held-out acceptance in {settings.patience} validations: stops early")
                     at.summary.steps = at.step
                     break
@@ -210,7 +221,7 @@ class _Trainer:
     def _one(self, micro: list[list[int]], lines: IO[str] | None, progress: Ticker | None) -> None:
         """One optimiser step and what follows from it."""
         at, settings, step = self.at, self.settings, self.at.step
-        loaded = self.feeder.load(micro)
+        loaded = self.feeder.load(step, micro)
         weight, stop, failed, dead = self.ranks.sum(
             [
                 sum(self.objective.weight(batch) for batch in loaded.batches),
@@ -309,6 +320,8 @@ class _Trainer:
         tensors = capture(self.objective, self.optimizer)
         if not self.ranks.main:
             return
+        if self.feeder.stateful is not None:
+            tensors[SOURCE] = self.feeder.stateful.state()
         self.at.line_bytes = lines.tell() if lines is not None else 0
         self.at.summary.seconds = self._seconds()
         state = {
@@ -346,10 +359,6 @@ def identity(
     objective: Objective, source: Source, held_out: HeldOut, settings: TrainSettings, seed: int
 ) -> dict[str, Any]:
     """What a checkpoint must agree in with the run that continues it, by the name that a refusal gives."""
-    start = xxhash.xxh3_64()
-    for name, parameter in trained(objective).items():
-        start.update(f"{name} {tuple(parameter.shape)}".encode())
-        start.update(parameter.detach().cpu().contiguous().numpy().tobytes())
     rows = xxhash.xxh3_64(np.ascontiguousarray(source.lengths).tobytes())
     rows.update(str(getattr(source, "identity", "")).encode())
     text = xxhash.xxh3_64()
@@ -360,7 +369,7 @@ def identity(
         "objective": f"{type(objective).__name__}, {objective.steps} steps, decay {objective.decay}",
         **kept,
         "seed": seed,
-        "start of the weights": start.hexdigest(),
+        "start of the weights": fingerprint(trained(objective)),
         "vocabulary of the draft": xxhash.xxh3_64_hexdigest(objective.vocabulary.target_ids.cpu().numpy().tobytes()),
         "rows": rows.hexdigest(),
         "held-out rows": text.hexdigest(),

@@ -6,7 +6,7 @@ batch keeps its prompt and gets an answer of the same length from the draft (on-
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,38 +17,66 @@ from torch import Tensor
 from draftsmith.data.batches import NO_MASS, Batch, Sampled, TopK
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.target import Target
-from draftsmith.train.loop import Source
+from draftsmith.train.checkpoint import kept, trained
+from draftsmith.train.feeder import Source
+from draftsmith.train.ranks import whole
 from draftsmith.train.settings import OnPolicySettings
 
 
 class OnPolicy:
     """A `Source`: the rows of another one, some of them continued by the draft.
 
-    Lengths are unchanged. The continuing draft is a copy that takes the draft's weights every `settings.every` batches. A batch
-    depends on the seed, on how many were asked for before, and on the weights at the last of these moments.
+    Lengths are unchanged. The continuing draft is a copy, the writer, that takes the draft's weights every `settings.every` steps.
+    What a row becomes depends on the seed, the step, its number and the writer alone, so that it is the same in any batch, on any
+    rank and after an interruption.
     """
 
     def __init__(self, source: Source, draft: DraftLM, target: Target, settings: OnPolicySettings, seed: int) -> None:
-        self.lengths = source.lengths
-        self._source, self._draft, self._target, self._settings = source, draft, target, settings
-        self._seed, self._batches = seed, 0
-        self._writer = draft
+        self.source, self.lengths = source, source.lengths
+        self._draft, self._target, self._settings = draft, target, settings
+        self._seed, self._step = seed, 0
+        self._writer = DraftLM(copy.deepcopy(draft.model).float().eval()).of(target)
+
+    @property
+    def identity(self) -> str:
+        """Of the wrapped source; what else decides are settings and the seed."""
+        return str(getattr(self.source, "identity", ""))
+
+    @torch.no_grad()
+    def begin(self, step: int) -> None:
+        """Rows are asked for by this step from now on; the writer gets the draft's weights where it is due."""
+        self._step = step
+        if step % self._settings.every == 0:
+            drafted = trained(self._draft.model)
+            for name, parameter in trained(self._writer.model).items():
+                parameter.copy_(whole(drafted[name]))
+
+    def state(self) -> dict[str, Tensor]:
+        """The writer's weights, but for frozen ones."""
+        return {name: kept(parameter) for name, parameter in trained(self._writer.model).items()}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Give the writer these weights."""
+        for name, parameter in trained(self._writer.model).items():
+            parameter.copy_(state[name])
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Rows `indices` of the wrapped source; of the chosen ones the last answer is the draft's, with the target's teacher."""
-        batch = self._source.batch(indices)
-        rng = np.random.default_rng([self._seed, self._batches])
-        chosen = torch.from_numpy(np.flatnonzero(rng.random(len(indices)) < self._settings.share))
-        if self._batches % self._settings.every == 0 and self._settings.share > 0:
-            self._writer = DraftLM(copy.deepcopy(self._draft.model).eval()).of(self._target)
-        self._batches += 1
-        return self._continued(batch, chosen, rng) if len(chosen) else batch
+        batch = self.source.batch(indices)
+        rngs = [np.random.default_rng([self._seed, self._step, int(row)]) for row in indices]
+        chosen = [place for place, rng in enumerate(rngs) if rng.random() < self._settings.share]
+        return self._continued(batch, torch.tensor(chosen), [rngs[place] for place in chosen]) if chosen else batch
 
     @torch.no_grad()
-    def _continued(self, batch: Batch, rows: Tensor, rng: np.random.Generator) -> Batch:
+    def _continued(self, batch: Batch, rows: Tensor, rngs: Sequence[np.random.Generator]) -> Batch:
         lengths = batch.lengths[rows]
         starts, ends = answers(batch.supervised[rows], lengths)
-        written = self._write(batch.token_ids[rows], starts, ends, rng)
+        uniforms = torch.zeros(batch.token_ids.shape[1], len(rows), dtype=torch.float64)
+        for place, rng in enumerate(rngs):
+            count = int(ends[place] - starts[place])
+            uniforms[:count, place] = torch.from_numpy(rng.random(count))
+        written = self._write(batch.token_ids[rows], starts, ends, uniforms)
         ids, supervised = batch.token_ids.clone(), batch.supervised.clone()
         ids[rows] = written
         supervised[rows] &= ~after_eos(written, starts, ends, self._target.eos_ids)
@@ -57,10 +85,13 @@ class OnPolicy:
         last = self._target.forward(written.to(self._target.device), want_logits=False).last
         if batch.last is not None:
             fresh = replace(fresh, last=batch.last.index_copy(0, rows, last.to(batch.last)))
-        return fresh if batch.teacher is None else replace(fresh, teacher=self._taught(batch.teacher, rows, last, rng))
+        return fresh if batch.teacher is None else replace(fresh, teacher=self._taught(batch.teacher, rows, last, rngs))
 
-    def _write(self, ids: Tensor, starts: Tensor, ends: Tensor, rng: np.random.Generator) -> Tensor:
-        """ids [n, T] with the slots from starts[i] to ends[i] drawn from the draft, token by token, all rows at once."""
+    def _write(self, ids: Tensor, starts: Tensor, ends: Tensor, uniforms: Tensor) -> Tensor:
+        """ids [n, T] with the slots from starts[i] to ends[i] drawn from the writer, token by token, all rows at once.
+
+        uniforms [T, n] in [0, 1): the j-th token of an answer is the first with Σ q up to it at or above number j.
+        """
         writer, ids, rows = self._writer, ids.clone(), torch.arange(len(ids))
         longest = int((ends - starts).max())
         cache = writer.new_cache(len(ids), int(starts.max()) + longest)
@@ -69,8 +100,7 @@ class OnPolicy:
         cache.set_lengths(starts.to(writer.device))
         for step in range(longest):
             q = (writer.head(state)[:, : writer.usable].double() / self._settings.temperature).softmax(-1).cpu()
-            uniform = torch.from_numpy(rng.random((len(ids), 1)))
-            drawn = torch.searchsorted(q.cumsum(-1), uniform).squeeze(-1).clamp(max=writer.usable - 1)
+            drawn = torch.searchsorted(q.cumsum(-1), uniforms[step, :, None]).squeeze(-1).clamp(max=writer.usable - 1)
             open_rows = starts + step < ends  # shorter answers are complete; what is drawn for them is dropped
             ids[rows[open_rows], (starts + step)[open_rows]] = drawn[open_rows]
             if step + 1 < longest:
@@ -79,9 +109,11 @@ class OnPolicy:
                 state = output.last[:, 0]
         return ids
 
-    def _taught(self, teacher: TopK | Sampled, rows: Tensor, last: Tensor, rng: np.random.Generator) -> TopK | Sampled:
+    def _taught(
+        self, teacher: TopK | Sampled, rows: Tensor, last: Tensor, rngs: Sequence[np.random.Generator]
+    ) -> TopK | Sampled:
         """The teacher with the target's distributions of these rows, in the form that the others have."""
-        fresh = [listed(self._target.head(states), teacher, rng) for states in last]
+        fresh = [listed(self._target.head(states), teacher, rng) for states, rng in zip(last, rngs, strict=True)]
         parts = [
             part.index_copy(0, rows, torch.stack([new[i] for new in fresh]).to(part)) for i, part in enumerate(teacher)
         ]

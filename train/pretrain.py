@@ -7,10 +7,12 @@ import json
 import math
 import resource
 import shutil
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,8 +22,10 @@ from draftsmith.data.batches import Batch, collate_rows, fill_batches, length_bu
 from draftsmith.data.rows import Rows
 from draftsmith.data.tokenizer import END
 from draftsmith.errors import UserError
-from draftsmith.progress import ticker
+from draftsmith.files import digest
+from draftsmith.progress import Ticker, ticker
 from draftsmith.train.bigram import count_bigrams, fit_bigrams
+from draftsmith.train.checkpoint import Checkpoints, capture, restore
 from draftsmith.train.optim import MuonAdamW, compute_dtype, make_optimizer, schedule, set_learning_rate
 from draftsmith.train.settings import ScratchSettings
 
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM
 
 Log = Callable[[dict[str, float], int], None]
+CHECKPOINT_EVERY = 50  # steps
 HEAD_ROWS = 1024  # logits of this many tokens at a time: they then stay in the caches of a CPU
 
 
@@ -146,7 +151,8 @@ def pretrain(
     """Train a model on `train` and publish it, tokenizer included, as `folder` with its `training.jsonl`.
 
     Returns parameters, steps, tokens, seconds and the held-out loss per domain in nats per token. The weights depend
-    on rows, settings, seed and the number of threads alone. The folder appears complete or not at all.
+    on rows, settings, seed and the number of threads alone. The folder appears complete or not at all; a run that was ended at
+    any instant continues from its last checkpoint, beside it, as if nothing had happened.
     Raises `UserError` for rows longer than the context, a tokenizer larger than the vocabulary, a diverging loss.
     """
     if len(tokenizer) > settings.vocabulary:
@@ -157,14 +163,9 @@ def pretrain(
         )
     model = new_model(settings, tokenizer, seed).to(device).train()
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    started = time.monotonic()
-    if settings.bigram_epochs:
-        bigrams = count_bigrams(train, domain_shares(train, settings.balance), settings.vocabulary)
-        fit_bigrams(model, bigrams, settings.bigram_epochs, settings.bigram_lr, seed)
-    steps, tokens = _train(model, train, settings, seed, partial / "training.jsonl", log)
-    seconds = time.monotonic() - started
+    training = _Run(model, train, settings, seed, partial)
+    training.train(log)
+    seconds = training.seconds
     model.eval()
     losses = held_out_loss(model, held_out, settings)
     model.save_pretrained(partial)
@@ -174,46 +175,104 @@ def pretrain(
     partial.rename(folder)
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "steps": steps,
-        "tokens": tokens,
+        "steps": training.at.step,
+        "tokens": training.tokens,
         "seconds": seconds,
         "held_out_loss": losses,
     }
 
 
-def _train(
-    model: nn.Module, rows: Rows, settings: ScratchSettings, seed: int, lines_path: Path, log: Log | None
-) -> tuple[int, int]:
-    """Steps and tokens of the whole plan, one line of `lines_path` for each logged step."""
-    optimizer = make_optimizer(
-        model, settings.matrix_lr, settings.other_lr, settings.weight_decay, settings.embedding_lr
-    )
-    device = next(model.parameters()).device
-    plan = batch_plan(rows, settings, seed)
-    lengths, seen = rows.lengths, 0
-    total = sum(int(lengths[batch].sum()) for batch in plan)
-    warmup = round(settings.warmup * len(plan))
-    with lines_path.open("w", encoding="utf-8") as lines, ticker("train target", total, "tokens") as progress:
-        for step, numbers in enumerate(plan):
-            set_learning_rate(optimizer, schedule(step, len(plan), warmup))
-            loss = _step(model, collate_rows([rows[number] for number in numbers]).to(device), optimizer, settings.clip)
-            if not math.isfinite(loss):
-                raise UserError(f"target.scratch: the loss is {loss} at step {step + 1}; lower the learning rates")
-            tokens = int(lengths[numbers].sum())
-            seen += tokens
-            progress.advance(tokens, f"loss {loss:.3f}")
-            if step % settings.log_every == 0 or step + 1 == len(plan):
-                record = {
-                    "loss": loss,
-                    "learning_rate": optimizer.param_groups[0]["lr"],
-                    "tokens_per_second": progress.rate,
-                    "memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-                }
-                lines.write(json.dumps({"step": step + 1, **record}) + "\n")
-                lines.flush()
-                if log is not None:
-                    log(record, step + 1)
-    return len(plan), seen
+@dataclass
+class _Position:
+    """Where a run stands. line_bytes: of training.jsonl; seconds: of all parts of the run."""
+
+    step: int = 0
+    line_bytes: int = 0
+    seconds: float = 0.0
+
+
+class _Run:
+    """One training from its start or its last checkpoint, which lies in `partial`, to its end."""
+
+    def __init__(self, model: nn.Module, rows: Rows, settings: ScratchSettings, seed: int, partial: Path) -> None:
+        self.model, self.rows, self.settings, self.seed, self.partial = model, rows, settings, seed, partial
+        self.optimizer = make_optimizer(
+            model, settings.matrix_lr, settings.other_lr, settings.weight_decay, settings.embedding_lr
+        )
+        self.plan = batch_plan(rows, settings, seed)
+        self.identity = digest({"settings": settings.model_dump(mode="json"), "seed": seed, "rows": rows.digest})
+        self.checkpoints = Checkpoints(partial / "checkpoints")
+        self.at = _Position()
+        self.started = time.monotonic()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens seen so far."""
+        return sum(int(self.rows.lengths[batch].sum()) for batch in self.plan[: self.at.step])
+
+    @property
+    def seconds(self) -> float:
+        """Of this and earlier parts."""
+        return self.at.seconds + time.monotonic() - self.started
+
+    def train(self, log: Log | None) -> None:
+        """All steps that are left, one line of training.jsonl for each logged one."""
+        self._begin()
+        left = sum(int(self.rows.lengths[batch].sum()) for batch in self.plan) - self.tokens
+        path = self.partial / "training.jsonl"
+        with path.open("a", encoding="utf-8") as lines, ticker("train target", left, "tokens") as progress:
+            lines.truncate(self.at.line_bytes)  # later lines come again
+            while self.at.step < len(self.plan):
+                self._one(lines, progress, log)
+                if self.at.step % CHECKPOINT_EVERY == 0 and self.at.step < len(self.plan):
+                    self._save(lines.tell())
+        self.checkpoints.clear()
+
+    def _begin(self) -> None:
+        place = self.checkpoints.newest(_say)
+        state, tensors = self.checkpoints.read(place) if place is not None else ({}, {})
+        if state.get("identity") == self.identity:
+            restore(self.model, self.optimizer, tensors)
+            self.at = _Position(**state["position"])
+            _say(f"continues at step {self.at.step} of {len(self.plan)}")
+            return
+        shutil.rmtree(self.partial, ignore_errors=True)  # nothing, or the beginning of another target
+        self.partial.mkdir(parents=True)
+        if self.settings.bigram_epochs:
+            bigrams = count_bigrams(
+                self.rows, domain_shares(self.rows, self.settings.balance), self.settings.vocabulary
+            )
+            fit_bigrams(self.model, bigrams, self.settings.bigram_epochs, self.settings.bigram_lr, self.seed)
+
+    def _one(self, lines: IO[str], progress: Ticker, log: Log | None) -> None:
+        step, settings, numbers = self.at.step, self.settings, self.plan[self.at.step]
+        set_learning_rate(self.optimizer, schedule(step, len(self.plan), round(settings.warmup * len(self.plan))))
+        batch = collate_rows([self.rows[number] for number in numbers]).to(next(self.model.parameters()).device)
+        loss = _step(self.model, batch, self.optimizer, settings.clip)
+        if not math.isfinite(loss):
+            raise UserError(f"target.scratch: the loss is {loss} at step {step + 1}; lower the learning rates")
+        progress.advance(int(self.rows.lengths[numbers].sum()), f"loss {loss:.3f}")
+        self.at.step += 1
+        if step % settings.log_every == 0 or self.at.step == len(self.plan):
+            record = {
+                "loss": loss,
+                "learning_rate": self.optimizer.param_groups[0]["lr"],
+                "tokens_per_second": progress.rate,
+                "memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+            }
+            lines.write(json.dumps({"step": self.at.step, **record}) + "\n")
+            lines.flush()
+            if log is not None:
+                log(record, self.at.step)
+
+    def _save(self, line_bytes: int) -> None:
+        position = _Position(self.at.step, line_bytes, self.seconds)
+        state = {"identity": self.identity, "position": asdict(position)}
+        self.checkpoints.save(self.at.step, capture(self.model, self.optimizer), state)
+
+
+def _say(text: str) -> None:
+    print(f"train target: {text}", file=sys.stderr, flush=True)
 
 
 def _step(model: nn.Module, batch: Batch, optimizer: MuonAdamW, clip: float) -> float:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from draftsmith.data.batches import Batch, supervised_slots
 from draftsmith.models.draft import DraftLM
-from draftsmith.train.loop import Source
+from draftsmith.train.checkpoint import fingerprint
+from draftsmith.train.feeder import Source
 from draftsmith.train.losses import forward_kl, plain
 from draftsmith.train.teachers import AnyTeacher
 
@@ -32,19 +33,18 @@ class Selective:
         teacher: Callable[[Batch, Tensor, int], AnyTeacher],
     ) -> None:
         """teacher: what teaches the slots of a batch (`Objective.cached_teacher`)."""
-        self.lengths = source.lengths
-        self._source, self._start, self._reference, self._share, self._teacher = (
-            source,
-            start,
-            reference,
-            share,
-            teacher,
-        )
+        self.source, self.lengths = source, source.lengths
+        self._start, self._reference, self._share, self._teacher = start, reference, share, teacher
+
+    @property
+    def identity(self) -> str:
+        """Changes with the rows and with the reference: training continues with the same ones only."""
+        return f"{getattr(self.source, 'identity', '')} {fingerprint(self._reference.model.state_dict())}"
 
     @torch.no_grad()
     def batch(self, indices: Sequence[int]) -> Batch:
         """Rows `indices` with weights: 1 for the share of supervised predictions with the largest gaps (at least one)."""
-        batch = self._source.batch(indices)
+        batch = self.source.batch(indices)
         slots = supervised_slots(batch.supervised, batch.lengths, 1)
         weights = torch.zeros(batch.supervised.shape)
         count = int(slots.sum())

@@ -68,14 +68,19 @@ class TrainSettings(Settings):
                 raise ValueError(
                     f"{option}: {getattr(self, option)} changes nothing without {' or '.join(sorted(names))}; remove it"
                 )
+        if self.patience > max(0, self.validations - 2):
+            raise ValueError(
+                f"patience: {self.patience} can stop nothing before the last of {self.validations} validations; "
+                f"set validations to {self.patience + 2} or more, or patience to 0"
+            )
         return self
 
 
 class OnPolicySettings(Settings):
     """Rows that the draft continues itself (`draftsmith.train.on_policy`).
 
-    share: of the rows of every batch; every: batches after which the continuing draft gets the current weights; temperature: at
-    which it samples.
+    share: of the rows; every: optimiser steps after which the continuing draft gets the current weights; temperature: at which
+    it samples.
     """
 
     share: float = Field(0.5, ge=0, le=1)
@@ -106,7 +111,7 @@ class DistillSettings(TrainSettings):
 
     start: Literal["blocks", "scratch", "narrow", "checkpoint"] | None = None
     blocks: tuple[int, ...] | None = None
-    shape: Literal["half", "quarter", "eighth"] | dict[str, int] | None = None
+    shape: Literal["half", "quarter", "eighth"] | dict[str, Annotated[int, Field(ge=1)]] | None = None
     checkpoint: str | None = None
     head: Literal["copied", "shared"] = "copied"
     on_policy: OnPolicySettings | None = None

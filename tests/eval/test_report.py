@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from draftsmith.errors import UserError
+from draftsmith.eval.plots import depth_plots, tokens_plots
 from draftsmith.eval.report import build_report, console_tables, exactness, load_curves, verdict
 from draftsmith.eval.results import headline, left_out, load_results, measure
 
@@ -144,6 +145,17 @@ def test_plots_are_written_beside_the_page_and_stale_ones_are_removed(tmp_path: 
         "depth-code-T0-K5", "tokens-per-verify-T0-K5", "training-drafts", "training-acceptance",
         "expected-tokens", "expected-speedup",
     }  # fmt: skip
+
+
+def test_no_domain_or_tree_names_a_file_outside_the_folder_of_plots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftsmith.eval.plots._draw", lambda name, title, draw: name)
+    write(tmp_path, eagle3=[entry("../../x/y", 2.4), entry("code", 2.4, tree="../../z")])
+    results = load_results(tmp_path)
+    made = [str(name) for name in [*depth_plots(results), *tokens_plots(results)]]
+    assert any(name.startswith("depth-.._.._x_y-") for name in made)
+    assert not any("/" in name for name in made)
 
 
 def test_a_half_written_last_line_of_a_training_log_is_left_out(tmp_path: Path) -> None:

@@ -1,17 +1,22 @@
 """Where a draft LM starts, and that every start trains, saves and decodes."""
 
 import hashlib
+import os
+import signal
 
 import numpy as np
 import pytest
+import torch
 from kit import tiny_rows, tiny_target, tiny_target_folder
 from pydantic import ValidationError
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.cache.build import build_cache
 from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.cache.reader import CacheReader
 from draftsmith.data.rows import Row
+from draftsmith.errors import Stopped
 from draftsmith.eval.decode import decode
 from draftsmith.eval.drafters import LMDrafter, NoDraft
 from draftsmith.eval.sampling import Sampler
@@ -66,6 +71,36 @@ def test_every_start_learns_and_is_saved_as_an_ordinary_folder_and_leaves_the_ta
     assert bool(same) == (STARTS[start].get("head") == "shared")
     assert alone.config.vocab_size == target.vocabulary
     assert digest(target) == before
+
+
+@pytest.mark.parametrize(("flavour", "head"), [("tied", "copied"), ("tied", "shared"), ("plain", "shared")])
+def test_with_a_tied_or_a_shared_head_a_stopped_run_continues_bit_equal(tmp_path, flavour, head):
+    """FAULTS 33, 36, 48 for draft LMs: the checkpoint holds a tied matrix once and a frozen one never."""
+    target = tiny_target(flavour)
+    rows = tiny_rows(tmp_path, [12 + i % 20 for i in range(12)])
+    build_cache(target, rows, tmp_path / "cache", CacheSettings(state_codec="fp32", taps="none", k=16))
+    reader = CacheReader(tmp_path / "cache", target.fingerprint())
+    settings = DistillSettings(**(QUICK | {"batch_tokens": 128}), head=head)
+
+    def stops(values, step):
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(name, log=None):
+        distill(target, reader, rows, settings, tmp_path / name, seed=0, log=log)
+
+    run("whole")
+    with pytest.raises(Stopped):
+        run("parts", stops)
+    saved = load_file(tmp_path / "parts" / "checkpoints" / "step-000000004" / "weights.safetensors")
+    ends = {name for name in saved if "layers" not in name} - {"model.model.norm.weight"}
+    assert ends == ({"model.model.embed_tokens.weight"} if head == "copied" else set())
+    run("parts")
+    whole, parts = (load_file(tmp_path / name / "distilled" / "model.safetensors") for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+    start = load_file(tmp_path / "whole" / "untrained" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(whole["model.embed_tokens.weight"], start) == (head == "shared")
 
 
 def test_a_checkpoint_goes_on_from_where_it_was(made, tmp_path):

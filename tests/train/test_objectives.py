@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from kit import TAPS, a_batch, objectives, tiny_rows, tiny_target
+from kit import TAPS, a_batch, a_head, objectives, tiny_rows, tiny_target
 
-from draftsmith.data.batches import Sampled
+from draftsmith.data.batches import Batch, Sampled, TopK
 from draftsmith.data.cache.build import build_cache
 from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.cache.reader import CacheReader
@@ -18,7 +18,7 @@ from draftsmith.models.vocabulary import DraftVocabulary
 from draftsmith.train import fused
 from draftsmith.train.eagle import draft_vocabulary, train_eagle
 from draftsmith.train.held_out import HeldOut
-from draftsmith.train.losses import Loss, cross_entropy, make_loss
+from draftsmith.train.losses import LOSSES, Loss, cross_entropy, make_loss
 from draftsmith.train.objectives import DraftLMObjective, EagleObjective
 from draftsmith.train.settings import EagleTrainSettings, TrainSettings
 from draftsmith.train.teachers import frozen_head
@@ -56,6 +56,62 @@ def test_a_teacher_from_the_last_state_equals_a_cache_of_all_probabilities(name,
         assert_equal(
             with_gradient(objective, replace(everything, teacher=None)), with_gradient(objective, everything), 1e-3
         )
+
+
+def changed(batch, change):
+    """The batch with `change` applied to each of its tensors; name → tensor → tensor."""
+    fields = {name: change(name, value) for name, value in vars(batch).items() if name != "teacher"}
+    return Batch(**fields, teacher=TopK(*(change(name, value) for name, value in batch.teacher._asdict().items())))
+
+
+def padded(batch, size):
+    """The batch with unsupervised slots behind, up to `size`, that hold anything."""
+    generator = torch.Generator().manual_seed(4)
+
+    def pad(name, tensor):
+        if name == "lengths":
+            return tensor
+        shape = (len(tensor), size - tensor.shape[1], *tensor.shape[2:])
+        if tensor.is_floating_point():
+            more = torch.randn(shape, generator=generator)
+        else:
+            more = torch.randint(2 if name == "token_ids" else 1, (shape), generator=generator) * 9
+        return torch.cat([tensor, more.to(tensor.dtype)], 1)
+
+    return changed(batch, pad)
+
+
+LOSS_SETTINGS = [{"loss": name} for name in LOSSES] + [
+    {"loss": {"jensen_shannon": 0.3, "cross_entropy": 0.5, "total_variation": 1.0}, "rest": "tail"},
+    {"loss": {"negative_log_acceptance": 1.0, "adaptive_kl_tv": 0.5}, "rest": "tail"},
+]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["draft", "eagle"])
+@pytest.mark.parametrize("settings", LOSS_SETTINGS, ids=lambda settings: str(settings["loss"]))
+def test_gradients_depend_neither_on_accumulation_nor_on_padding(which, settings):
+    """FAULTS 25: eight rows as 1×8 and as 4×2, padded to 64 and to 128, with masks and weights of very unequal size."""
+    target = tiny_target()
+    draft, head = DraftLM.from_target_blocks(target, [0, 3]), a_head(target)
+    objective = (DraftLMObjective(draft), EagleObjective(head, 3, 0.8))[which]
+    objective.loss = make_loss(TrainSettings(**settings))
+    batch = a_batch(target, [57, 5, 33, 9, 48, 20, 3, 26])
+    batch.supervised[1::3] = False
+    batch = replace(batch, weights=torch.rand(batch.supervised.shape, generator=torch.Generator().manual_seed(1)))
+
+    def gradient(size, at_once):
+        objective.zero_grad()
+        whole = padded(batch, size)
+        parts = [changed(whole, lambda _, t, i=i: t[i : i + at_once]) for i in range(0, 8, at_once)]
+        weight = sum(map(objective.weight, parts))
+        for part in parts:
+            (objective(part).loss / weight).backward()
+        return torch.cat([p.grad.flatten() for p in objective.parameters() if p.grad is not None])
+
+    expected = gradient(64, 8)
+    assert expected.abs().max() > 1e-3
+    for size, at_once in ((64, 2), (128, 8), (128, 2)):
+        torch.testing.assert_close(gradient(size, at_once), expected, atol=1e-6, rtol=0)
 
 
 def test_a_sampled_teacher_of_very_many_draws_nears_the_full_one():

@@ -1,9 +1,14 @@
 """The draft's own continuations among cached rows: who wrote what, who scores it, and that it is repeatable."""
 
+import json
+import os
+import signal
+
 import numpy as np
 import pytest
 import torch
 from kit import tiny_rows, tiny_target
+from safetensors.torch import load_file
 
 from draftsmith.data.batches import Sampled
 from draftsmith.data.cache.build import build_cache
@@ -63,21 +68,82 @@ def test_what_is_written_is_what_the_draft_says(made):
         assert torch.equal(mixed.token_ids[row, a:b], best[row, a - 1 : b - 1])
 
 
-def test_the_writing_draft_takes_new_weights_only_every_so_many_batches(made):
+def test_the_writing_draft_takes_new_weights_only_every_so_many_steps(made):
     target, _, _ = made
     draft = DraftLM.from_target_blocks(target, [1])
     source = on_policy(made, draft=draft, share=1.0, every=2, temperature=1e-4)
-    first = source.batch(range(12)).token_ids
+
+    def written(step):
+        source.begin(step)
+        return source.batch(range(12)).token_ids
+
+    first = written(0)
     with torch.no_grad():
         draft.model.lm_head.weight.copy_(draft.model.lm_head.weight.flip(0))
-    assert torch.equal(source.batch(range(12)).token_ids, first)
-    assert not torch.equal(source.batch(range(12)).token_ids, first)
+    assert torch.equal(written(1), first)
+    assert not torch.equal(written(2), first)
 
 
-def test_the_same_seed_gives_the_same_rows_and_another_one_others(made):
-    first, again, other = (on_policy(made, seed=seed).batch(range(12)).token_ids for seed in (1, 1, 2))
+def test_the_same_seed_and_step_give_the_same_rows_and_others_give_other_rows(made):
+    def written(seed, step):
+        source = on_policy(made, seed=seed)
+        source.begin(step)
+        return source.batch(range(12)).token_ids
+
+    first, again, *others = (written(*at) for at in ((1, 0), (1, 0), (2, 0), (1, 1)))
     assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+    assert all(not torch.equal(first, other) for other in others)
+
+
+def test_a_row_becomes_the_same_in_any_batch(made):
+    """So ranks and micro-batches share a step in any way, and a row that fails beside it changes nothing."""
+    source = on_policy(made, share=0.5)
+    whole = source.batch(range(12))
+    for row in range(12):
+        alone, n = source.batch([row]), int(whole.lengths[row])
+        assert torch.equal(alone.token_ids[0], whole.token_ids[row, :n])
+        torch.testing.assert_close(alone.teacher.log_probs[0], whole.teacher.log_probs[row, :n], atol=1e-5, rtol=0)
+
+
+LONGER = QUICK | {"log_every": 1, "validations": 2, "tokens": 1500, "checkpoint_every": 3}
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_killed_and_continued_an_on_policy_run_is_bit_equal_to_one_that_was_left_alone(made, tmp_path, selective):
+    """FAULTS 33. Killed at step 8, continued at 6, where the writer has the weights of step 4."""
+    target, reader, rows = made
+    options = LONGER | {"on_policy": {"share": 0.7, "every": 4}}
+    if selective:
+        DraftLM.from_target_blocks(target, [0, 2]).save(tmp_path / "reference", target)
+        options |= {"head": "shared", "selective": {"reference": str(tmp_path / "reference")}}
+    settings = DistillSettings(**options)
+
+    def run(name, log=None):
+        distill(target, reader, rows, settings, tmp_path / name, seed=0, log=log)
+
+    def killed(values, step):
+        if step == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run("whole")
+    if (pid := os.fork()) == 0:
+        run("parts", killed)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    place = tmp_path / "parts" / "checkpoints" / "step-000000006"
+    assert ("model.lm_head.weight" in load_file(place / "weights.safetensors")) is not selective
+    assert ("lm_head.weight" in load_file(place / "source.safetensors")) is not selective
+    run("parts")
+    whole, parts = (
+        DraftLM.load(tmp_path / name / "distilled", target).model.state_dict() for name in ("whole", "parts")
+    )
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+    whole, parts = (
+        [json.loads(line)["loss"] for line in (tmp_path / name / "training.jsonl").read_text().splitlines()]
+        for name in ("whole", "parts")
+    )
+    assert len(whole) > 10
+    assert whole == parts
 
 
 def test_on_policy_rows_change_what_is_trained_and_a_share_of_none_changes_nothing(made, tmp_path):

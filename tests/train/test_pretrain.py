@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,44 @@ def test_the_folder_is_an_ordinary_transformers_model(rows: Rows, tmp_path: Path
     assert lines[-1]["step"] == result["steps"]
     assert {"step", "loss", "learning_rate", "tokens_per_second", "memory_gb"} <= set(lines[0])
     assert [place.name for place in folder.parent.iterdir()] == ["target"]
+
+
+def test_killed_and_continued_the_target_is_bit_equal_to_one_that_was_left_alone(
+    rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FAULTS 33. Killed at step 9, continued at 8; the warm start is made once. Then killed, and begun anew by another seed."""
+    monkeypatch.setattr(module, "CHECKPOINT_EVERY", 4)
+
+    def train(name: str, kill_at: int = 0, seed: int = 0) -> dict[str, Any]:
+        def log(values: dict[str, float], step: int) -> None:
+            if step == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return pretrain(tiny_tokenizer(), rows, rows, tiny(log_every=1), tmp_path / name, seed, log)
+
+    def killed(name: str) -> int:
+        if (pid := os.fork()) == 0:
+            train(name, kill_at=9)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def files(name: str) -> list[Any]:
+        lines = (tmp_path / name / "training.jsonl").read_text().splitlines()
+        return [(tmp_path / name / "model.safetensors").read_bytes(), [json.loads(line)["loss"] for line in lines]]
+
+    whole, other = train("whole"), train("other", seed=1)
+    assert killed("parts") == -signal.SIGKILL
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "fit_bigrams", lambda *_: pytest.fail("the warm start was made again"))
+        parts = train("parts")
+    assert files("parts") == files("whole")
+    assert (parts["steps"], parts["tokens"]) == (whole["steps"], whole["tokens"])
+    assert killed("anew") == -signal.SIGKILL
+    train("anew", seed=1)
+    assert files("anew") == files("other")
+    assert whole["held_out_loss"] != other["held_out_loss"]
+    assert sorted(place.name for place in tmp_path.iterdir()) == ["anew", "other", "parts", "rows", "whole"]
+    assert not (tmp_path / "parts" / "checkpoints").exists()
 
 
 def test_a_run_that_breaks_leaves_the_former_target_in_place(

@@ -23,7 +23,8 @@ from draftsmith.models.draft import DraftLM
 from draftsmith.train.held_out import HeldOut
 from draftsmith.train.loop import train
 from draftsmith.train.objectives import DraftLMObjective, EagleObjective, Objective
-from draftsmith.train.settings import TrainSettings
+from draftsmith.train.on_policy import OnPolicy
+from draftsmith.train.settings import OnPolicySettings, TrainSettings
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 SETTINGS = TrainSettings(
@@ -105,7 +106,9 @@ def together(size: int, act: Callable[[int], Any], folder: Path, **environment: 
 def a_run(parts: Any, folder: Path, rows: Rows, kind: str = "eagle", stop_at: int = 0) -> dict[str, Any]:
     """Train; losses of all steps on the main rank, rows read and a sum over each weight on all."""
     target, _, held_out = parts
-    objective, losses = new_objective(target, kind), []
+    objective, losses, source = new_objective(target, kind), [], rows
+    if kind == "on-policy":
+        source = OnPolicy(rows, objective._draft, target, OnPolicySettings(share=0.5, every=3), seed=1)
 
     def log(values: dict[str, float], step: int) -> None:
         losses.append(values["loss"])
@@ -118,7 +121,7 @@ def a_run(parts: Any, folder: Path, rows: Rows, kind: str = "eagle", stop_at: in
         kept.append({name: float(tensor.double().sum()) for name, tensor in objective.state_dict().items()})
 
     try:
-        train(objective, rows, held_out, rows.settings, folder=folder, seed=1, keep=keep, log=log)
+        train(objective, source, held_out, rows.settings, folder=folder, seed=1, keep=keep, log=log)
     except BaseException as error:
         if type(error).__name__ != "Stopped":
             raise
@@ -143,6 +146,26 @@ def test_two_ranks_have_the_losses_of_one_at_each_of_fifty_steps(
     assert two[0]["kept"] == pytest.approx(one["kept"], rel=1e-3, abs=1e-3)
     assert two[1]["losses"] == []
     assert two[1]["kept"] == {}
+
+
+@pytest.mark.parametrize("environment", [{}, FSDP], ids=["ddp", "fsdp2"])
+def test_on_policy_rows_are_those_of_one_rank_also_after_an_interruption(
+    parts: Any, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """Stopped at step 5, where the writing draft has the weights of step 3."""
+
+    def act(name: str, stop_at: int = 0) -> Callable[[int], Any]:
+        return lambda rank: a_run(
+            parts, tmp_path / name, Rows(parts[1], tokens=1_800), "on-policy", stop_at=stop_at if rank == 0 else 0
+        )
+
+    (one,) = together(1, act("one"), tmp_path)
+    first = together(2, act("two", stop_at=5), tmp_path, **environment)
+    second = together(2, act("two"), tmp_path, **environment)
+    assert len(first[0]["losses"]) == 5
+    assert len(one["losses"]) > 8
+    assert first[0]["losses"] + second[0]["losses"] == pytest.approx(one["losses"], rel=1e-6, abs=1e-6)
+    assert second[0]["kept"] == pytest.approx(one["kept"], rel=1e-3, abs=1e-3)
 
 
 def test_every_row_is_read_by_one_rank_once_an_epoch_over_both_parts_and_other_numbers_of_ranks(

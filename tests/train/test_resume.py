@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kit import a_head, tiny_rows, tiny_target
+from pydantic import ValidationError
 from torch import Tensor
 
 import draftsmith.train.checkpoint as checkpoint
@@ -298,3 +299,27 @@ def test_patience_ends_a_run_that_gets_no_better(bench: Bench, tmp_path: Path) -
     summary = Run(bench, tmp_path, settings, held_out=Stub(bench.target, 3.28, 3.34, 3.33, 3.24)).train()
     assert summary.last == [3.33]
     assert summary.best_step < summary.steps
+
+
+def test_a_run_that_reaches_its_end_is_not_said_to_stop_early(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = SETTINGS.model_copy(update={"patience": 2})
+    summary = Run(bench, tmp_path, settings, held_out=Stub(bench.target, 3.28, 3.34, 3.33, 3.24)).train()
+    assert (summary.last, summary.expected_acceptance) == ([3.24], [3.34])
+    assert "stops early" not in capsys.readouterr().err
+
+
+def test_the_last_step_is_validated_also_when_it_is_the_only_one_to_be(bench: Bench, tmp_path: Path) -> None:
+    settings = SETTINGS.model_copy(update={"validations": 1})
+    run = Run(bench, tmp_path, settings, held_out=Stub(bench.target, 0.1))
+    summary = run.train()
+    assert summary.best_step == summary.steps == len(run.rows)
+    assert same(run.kept, run.weights)
+
+
+def test_patience_that_could_stop_nothing_is_refused() -> None:
+    for patience, validations in ((1, 2), (3, 4), (1, 1)):
+        with pytest.raises(ValidationError, match=f"patience: {patience} can stop nothing.*{patience + 2} or more"):
+            TrainSettings(patience=patience, validations=validations)
+    assert TrainSettings(patience=2, validations=4).patience == 2

@@ -166,31 +166,6 @@ def test_neighbours_and_padding_change_nothing(which):
         torch.testing.assert_close(together[:, 0, :16], values[:, 0], atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_loss_and_gradient_do_not_depend_on_batching_or_padding(which):
-    """FAULTS 25, one process: a batch of four equals the sum of its rows, weights included."""
-    target = tiny_target()
-    batch = a_batch(target, [24, 9, 16, 5])
-    objective = objectives(target)[which]
-
-    def gradient(batches):
-        objective.zero_grad()
-        weight = sum(objective.weight(b) for b in batches)
-        for b in batches:
-            (objective(b).loss / weight).backward()
-        return torch.cat([p.grad.flatten() for p in objective.parameters() if p.grad is not None])
-
-    def row(i, pad=0):
-        n = int(batch.lengths[i])
-        cut = [x[i : i + 1, : n + pad] for x in (batch.token_ids, batch.supervised)]
-        states = [x[i : i + 1, : n + pad] for x in (batch.taps, batch.last, *batch.teacher)]
-        return Batch(*cut, batch.lengths[i : i + 1], states[0], states[1], TopK(*states[2:]))
-
-    whole = gradient([batch])
-    torch.testing.assert_close(gradient([row(i) for i in range(4)]), whole, atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(gradient([row(0), row(1, 3), row(2, 5), row(3, 2)]), whole, atol=1e-6, rtol=1e-4)
-
-
 def test_a_batch_with_nothing_supervised_has_loss_0_and_finite_gradients():
     target = tiny_target()
     batch = a_batch(target, [8, 8])
