@@ -95,6 +95,7 @@ class _Position:
     """Where a run stands: all that a checkpoint holds beside tensors."""
 
     step: int = 0
+    weight: float = 0.0  # of all predictions that were trained
     best: float = -1.0
     since_best: int = 0
     line_bytes: int = 0
@@ -158,6 +159,9 @@ class _Trainer:
         if place is not None:
             self._resume(*self.checkpoints.read(place))
             return
+        measured = [bool(self.objective.trained_slots(batch, 0).any()) for batch in self.held_out.batches]
+        if measured and not any(measured):
+            raise UserError(f"{self.title}: none of the held-out rows has {self._supervised()}, or raise held_out_rows")
         self.at.summary.at_start = self._acceptance()
         self.at.summary.expected_acceptance = self.at.summary.at_start
         if self.ranks.main:
@@ -228,6 +232,7 @@ class _Trainer:
         set_learning_rate(self.optimizer, schedule(step, len(self.plan), warmup))
         loss, sums = self._step(loaded, max(weight, 1e-9), micro)
         at.step += 1
+        at.weight += weight
         tokens = sum(int(self.source.lengths[rows].sum()) for rows in micro)
         at.summary.tokens += tokens
         at.summary.steps = at.step
@@ -281,11 +286,19 @@ class _Trainer:
         self.optimizer.zero_grad()
         return loss, Sums(total[0], total[1 : 1 + K], total[1 + K :])
 
+    def _supervised(self) -> str:
+        lead = self.objective.lead
+        return f"a supervised token that this draft predicts, which begins after token {lead} of a row; give rows with answers"
+
     def _unfinite(self, what: str, micro: list[list[int]]) -> str:
         return f"{self.title}: the {what} at step {self.at.step}, rows {[row for rows in micro for row in rows]}"
 
     def _validate(self, step: int) -> dict[str, float]:
         """Held-out acceptance; the weights are kept where it is the best so far."""
+        if not self.at.weight:
+            raise UserError(
+                f"{self.title}: nothing was trained in {self.at.step} steps: no row has {self._supervised()}"
+            )
         at, acceptance = self.at, self._acceptance()
         reached = _run_length(acceptance)
         if not np.isfinite(reached):

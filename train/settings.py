@@ -106,7 +106,7 @@ class DistillSettings(TrainSettings):
 
     start: Literal["blocks", "scratch", "narrow", "checkpoint"] | None = None
     blocks: tuple[int, ...] | None = None
-    shape: Literal["half", "quarter", "eighth"] | dict[str, int] | None = None
+    shape: Literal["half", "quarter", "eighth"] | dict[str, Annotated[int, Field(ge=1)]] | None = None
     checkpoint: str | None = None
     head: Literal["copied", "shared"] = "copied"
     on_policy: OnPolicySettings | None = None
