@@ -363,7 +363,10 @@ class Journal:
         if not place.is_file():
             publish_json(place, dict(identity))
             return
-        old = json.loads(place.read_text(encoding="utf-8"))
+        try:
+            old = dict(json.loads(place.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{place}: damaged; write back what it held, or remove the folder to begin anew") from error
         for name in dict.fromkeys([*old, *identity]):
             if old.get(name) != identity.get(name):
                 raise UserError(

@@ -154,8 +154,7 @@ class _Trainer:
 
     def _begin(self) -> None:
         """From the newest checkpoint, or from the start, which is saved at once: a full disk shows before the work."""
-        note = self._say
-        place = self.ranks.agree(self.checkpoints.newest(note) if self.ranks.main else None)
+        place = self.ranks.agree(self.checkpoints.newest(self._say) if self.ranks.main else None)
         if place is not None:
             self._resume(*self.checkpoints.read(place))
             return
@@ -287,8 +286,7 @@ class _Trainer:
         return loss, Sums(total[0], total[1 : 1 + K], total[1 + K :])
 
     def _supervised(self) -> str:
-        lead = self.objective.lead
-        return f"a supervised token that this draft predicts, which begins after token {lead} of a row; give rows with answers"
+        return f"a supervised token after its token {self.objective.lead}, where this draft begins; add answers"
 
     def _unfinite(self, what: str, micro: list[list[int]]) -> str:
         return f"{self.title}: the {what} at step {self.at.step}, rows {[row for rows in micro for row in rows]}"
@@ -296,9 +294,7 @@ class _Trainer:
     def _validate(self, step: int) -> dict[str, float]:
         """Held-out acceptance; the weights are kept where it is the best so far."""
         if not self.at.weight:
-            raise UserError(
-                f"{self.title}: nothing was trained in {self.at.step} steps: no row has {self._supervised()}"
-            )
+            raise UserError(f"{self.title}: nothing trained in {self.at.step} steps: no row has {self._supervised()}")
         at, acceptance = self.at, self._acceptance()
         reached = _run_length(acceptance)
         if not np.isfinite(reached):

@@ -104,7 +104,7 @@ def test_a_run_that_can_train_nothing_is_refused_and_so_is_held_out_text_that_me
     short = only_first_two([8] * 6, tmp_path)
     build_cache(target, short, tmp_path / "of-short", CacheSettings(k=4))
     settings = EagleTrainSettings(**QUICK | {"tokens": 60, "validations": 1}, rollouts=1)
-    with pytest.raises(UserError, match=r"nothing was trained in .* begins after token 2 of a row"):
+    with pytest.raises(UserError, match=r"nothing trained in .* supervised token after its token 2"):
         train_eagle(target, CacheReader(tmp_path / "of-short"), rows, settings, tmp_path / "a", seed=0)
     with pytest.raises(UserError, match="none of the held-out rows has a supervised token"):
         train_eagle(target, reader, short, settings, tmp_path / "b", seed=0)
