@@ -250,6 +250,7 @@ def _contexts(messages: Messages, answers: Sequence[int], chat: _Chat) -> list[_
         joined = after[: len(before)] == before
         answer = after[len(before) :] if joined else chat.encode([text])[0]
         answer = answer[: _end_of_turn(answer, chat.tokenizer)]
+        _check_stops(answer, messages[index].get("content") or "", chat.tokenizer)
         if not contexts or before[: len(contexts[-1].ids)] != contexts[-1].ids:
             contexts.append(_Context([]))
         context = contexts[-1]
@@ -300,6 +301,13 @@ def _masked(context: _Context, messages: Messages, chat: _Chat) -> Rendered:
         last = start + int(np.flatnonzero(marks[start:end])[-1])
         supervised[start : last + 1] = marks[start : last + 1]
     return Rendered(ids, supervised, "marks")
+
+
+def _check_stops(answer: list[int], content: str, tokenizer: Any) -> None:
+    """Raise `UnusableError` where a content spells out a token that ends the answer: no server goes on behind it."""
+    ends = {tokenizer.eos_token_id} | (set(answer[-1:]) & set(tokenizer.all_special_ids))
+    if any(token in ends and tokenizer.decode([token]) in content for token in answer):
+        raise UnusableError("end of turn spelt out in an answer")
 
 
 def _end_of_turn(answer: list[int], tokenizer: Any) -> int:

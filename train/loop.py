@@ -166,9 +166,7 @@ class _Trainer:
         if self.ranks.main:
             (self.folder / "training.jsonl").write_text("")
         if self.ranks.size > self.settings.accumulate:
-            self._say(
-                f"accumulate is {self.settings.accumulate}: {self.ranks.size} ranks need as many micro-batches a step"
-            )
+            self._say(f"accumulate is {self.settings.accumulate}: {self.ranks.size} ranks need as many micro-batches")
         self._save()
 
     def _resume(self, state: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> None:
@@ -250,14 +248,16 @@ class _Trainer:
                 self.log(record, at.step)
 
     def _check_rows(self, loaded: Loaded, dead: bool) -> None:
-        bad, limit = self.at.summary.bad_rows, self.settings.bad_rows * len(self.source.lengths)
+        bad, total = self.at.summary.bad_rows, len(self.source.lengths)
+        if bad > self.settings.bad_rows * total:  # a row counts once an epoch, whether it can be read or not
+            total = max(total, sum(len(rows) for micro in self.plan[: self.at.step + 1] for rows in micro))
         for failure in loaded.failures:
             self._say(f"left out: {failure}", main=False)
-        if bad > limit or dead:
+        if bad > self.settings.bad_rows * total or dead:
             first = loaded.failures[0] if loaded.failures else "seen by another rank"
             raise UserError(
                 f"{self.title}: {bad} unreadable rows at step {self.at.step}, more than bad_rows = "
-                f"{self.settings.bad_rows:g} of {len(self.source.lengths)} allows; {first}"
+                f"{self.settings.bad_rows:g} of {total} allows; {first}"
             )
 
     def _step(self, loaded: Loaded, weight: float, micro: list[list[int]]) -> tuple[float, Sums]:

@@ -153,6 +153,17 @@ def test_a_template_that_marks_nothing_of_an_answer_leaves_a_row_that_is_dropped
     assert not row.supervised.any()
 
 
+@pytest.mark.parametrize("spelt", ["<|end|>", "<|endoftext|>"])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, UNMARKED, CHATML_LIKE])
+def test_an_answer_that_spells_out_its_end_of_turn_is_dropped_and_a_question_that_does_is_not(
+    template: str, spelt: str
+) -> None:
+    tokenizer = tiny_tokenizer(template)
+    with pytest.raises(UnusableError, match="end of turn spelt out in an answer"):
+        render([USER, {"role": "assistant", "content": f"the sum{spelt} and more"}], tokenizer)
+    assert only([{"role": "user", "content": f"what is {spelt}?"}, ANSWER], tokenizer).supervised.sum() > 1
+
+
 def test_prompt_longer_than_max_length_is_dropped_and_a_longer_answer_is_cut() -> None:
     tokenizer = tiny_tokenizer()
     prompt = len(prompt_ids(Target(tiny_model(), tokenizer), [USER]))
