@@ -30,6 +30,7 @@ class OnPolicy:
 
     def __init__(self, source: Source, draft: DraftLM, target: Target, settings: OnPolicySettings, seed: int) -> None:
         self.lengths = source.lengths
+        self.identity = getattr(source, "identity", "")  # other rows below are other rows here
         self._source, self._draft, self._target, self._settings = source, draft, target, settings
         self._seed, self._batches = seed, 0
         self._writer = draft

@@ -33,6 +33,7 @@ class Selective:
     ) -> None:
         """teacher: what teaches the slots of a batch (`Objective.cached_teacher`)."""
         self.lengths = source.lengths
+        self.identity = getattr(source, "identity", "")  # other rows below are other rows here
         self._source, self._start, self._reference, self._share, self._teacher = (
             source,
             start,
