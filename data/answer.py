@@ -3,6 +3,7 @@
 Knows sampling, requests and retries. Does not know what becomes of the answers (`draftsmith.data.regenerate`).
 """
 
+import json
 import os
 import random
 import threading
@@ -218,7 +219,7 @@ class ServerEngine:
         status = response.status_code
         if status in RETRIED or status >= 500:
             asked_for = response.headers.get("retry-after", "")
-            return None, f"HTTP {status}", float(asked_for) if asked_for.isdigit() else 0.0
+            return None, f"HTTP {status}", float(asked_for) if asked_for.isdecimal() else 0.0
         if status in OURS:
             raise UserError(
                 f"regenerate.base_url: {response.url} answered {status} ({_said(response)}); correct base_url (it ends in /v1),"
@@ -238,6 +239,9 @@ def _read(answer: dict[str, Any]) -> Turn:
     said = {key: value for key, value in choice["message"].items() if value}
     fields = ("content", "reasoning_content", "reasoning", "tool_calls")
     message = {"role": "assistant", "content": "", **{key: said[key] for key in fields if key in said}}
+    if not isinstance(message["content"], str):
+        raise TypeError("content is not text")
+    json.dumps(message, ensure_ascii=False).encode()  # half a surrogate pair could neither be kept nor sent again
     prompt_ids, token_ids = answer.get("prompt_token_ids"), choice.get("token_ids")
     finish = str(choice.get("finish_reason") or "unknown")
     if prompt_ids is None or token_ids is None:

@@ -111,7 +111,7 @@ def length_buckets(lengths: Sequence[int] | np.ndarray, batch_tokens: int, rng: 
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     order = rng.permutation(len(sizes))
-    pools = np.cumsum(sizes[order]) // (POOL * batch_tokens) if len(sizes) else sizes
+    pools = np.cumsum(sizes[order]) // min(POOL * batch_tokens, 2**62) if len(sizes) else sizes
     batches: list[list[int]] = []
     for pool in np.unique(pools):
         members = order[pools == pool]

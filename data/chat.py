@@ -21,6 +21,9 @@ Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\b")
 INSTRUCTIONS = ("system", "developer")  # roles that may stand anywhere and take no turn
+# A template is a program that meets data which its author did not foresee: a `+` with a missing content, an `index` of text that is
+# not there, a division, a key, a range beyond the sandbox's.
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 THINK_BLOCK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)  # reasoning written into the content of an answer
 
@@ -219,7 +222,7 @@ class _Chat:
     def _apply(self, messages: Messages, **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(list(messages), tools=self.tools, **options)
-        except (TemplateError, TypeError) as error:  # the second: what a template's `+` says to a missing content
+        except TEMPLATE_ERRORS as error:
             said = str(error).strip().splitlines() or [type(error).__name__]
             raise UnusableError(f"refused by the chat template: {said[0][:80]}") from error
 
@@ -247,6 +250,7 @@ def _contexts(messages: Messages, answers: Sequence[int], chat: _Chat) -> list[_
         joined = after[: len(before)] == before
         answer = after[len(before) :] if joined else chat.encode([text])[0]
         answer = answer[: _end_of_turn(answer, chat.tokenizer)]
+        _check_stops(answer, messages[index].get("content") or "", chat.tokenizer)
         if not contexts or before[: len(contexts[-1].ids)] != contexts[-1].ids:
             contexts.append(_Context([]))
         context = contexts[-1]
@@ -290,12 +294,20 @@ def _masked(context: _Context, messages: Messages, chat: _Chat) -> Rendered:
     if not chat.marked:
         return Rendered(ids, supervised, "difference")
     whole, marks = chat.marks(messages[: context.last + 1])
-    if whole[: len(ids)] != context.ids or not all(marks[start] for start, _ in context.spans):
+    spans = [(start, end) for start, end in context.spans if start < end]  # a template may show nothing of an answer
+    if whole[: len(ids)] != context.ids or not all(marks[start] for start, _ in spans):
         return Rendered(ids, supervised, "difference")
-    for start, end in context.spans:
+    for start, end in spans:
         last = start + int(np.flatnonzero(marks[start:end])[-1])
         supervised[start : last + 1] = marks[start : last + 1]
     return Rendered(ids, supervised, "marks")
+
+
+def _check_stops(answer: list[int], content: str, tokenizer: Any) -> None:
+    """Raise `UnusableError` where a content spells out a token that ends the answer: no server goes on behind it."""
+    ends = {tokenizer.eos_token_id} | (set(answer[-1:]) & set(tokenizer.all_special_ids))
+    if any(token in ends and tokenizer.decode([token]) in content for token in answer):
+        raise UnusableError("end of turn spelt out in an answer")
 
 
 def _end_of_turn(answer: list[int], tokenizer: Any) -> int:

@@ -15,7 +15,7 @@ from draftsmith.data.documents import HELD_OUT, SPLITS, TRAIN, Documents
 from draftsmith.data.seen import Seen
 from draftsmith.data.sources import read_source
 from draftsmith.errors import UserError
-from draftsmith.settings import Settings
+from draftsmith.settings import SEEDS, Settings
 
 
 class Source(Settings):
@@ -69,7 +69,7 @@ class DataSettings(Settings):
         default_factory=dict
     )  # cap per domain; one without a cap is taken whole
     held_out_tokens: dict[str, PositiveInt] = Field(default_factory=dict)
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=SEEDS)
     turns: Literal["all", "last"] = "all"  # of a conversation: supervise every answer, or the last alone
     train_on: Literal["answers", "text"] = "answers"  # text: every token but the first is supervised
     reasoning: Literal["keep", "drop"] = "keep"  # drop: reasoning is taken out of the messages before rendering

@@ -74,7 +74,7 @@ def prepare(settings: DataSettings, tokenizer: Any, folder: Path, documents: Doc
             if not chosen.units:
                 raise UserError(
                     f"data: no supervised token in the {split} split (dropped: {summary[split]['drops'] or 'nothing'});"
-                    " give rows with answers, or raise max_length"
+                    f" give rows with answers, or raise max_length{_or_caps(chosen.caps)}"
                 )
             # A cache or a training run may take only the first rows: their mixture must be that of the whole.
             rng = np.random.default_rng([settings.seed, SPLITS.index(split)])
@@ -84,6 +84,10 @@ def prepare(settings: DataSettings, tokenizer: Any, folder: Path, documents: Doc
     summary["contamination"] = repeated_prompts(Rows.open(folder, TRAIN), Rows.open(folder, HELD_OUT))
     publish_json(folder / "summary.json", summary)
     return summary
+
+
+def _or_caps(caps: dict[str, int]) -> str:
+    return f" or the caps on tokens ({', '.join(sorted(caps))})" if caps else ""
 
 
 def shuffled(units: np.ndarray, rng: np.random.Generator) -> np.ndarray:

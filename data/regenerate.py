@@ -28,7 +28,7 @@ from draftsmith.data.documents import GROUP
 from draftsmith.errors import UserError
 from draftsmith.files import digest, publish, publish_json
 from draftsmith.progress import Ticker
-from draftsmith.settings import Settings
+from draftsmith.settings import SEEDS, Settings
 
 VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 IN_A_ROW = 20  # failures without one answer between them after which the server is taken to be out of order
@@ -49,7 +49,7 @@ class RegenerateSettings(Settings):
     temperature: float = Field(0.0, ge=0.0, le=10.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     max_new_tokens: int = Field(512, ge=1)
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=SEEDS)
     concurrency: int = Field(32, ge=1)
     timeout: float = Field(600.0, gt=0.0)  # seconds for one answer of a server
     retries: int = Field(6, ge=0)  # of one request, after 429, 5xx, timeouts and lost connections
@@ -364,7 +364,10 @@ class Journal:
         if not place.is_file():
             publish_json(place, dict(identity))
             return
-        old = json.loads(place.read_text(encoding="utf-8"))
+        try:
+            old = dict(json.loads(place.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{place}: damaged; write back what it held, or remove the folder to begin anew") from error
         for name in dict.fromkeys([*old, *identity]):
             if old.get(name) != identity.get(name):
                 raise UserError(

@@ -73,6 +73,8 @@ def _conversation(row: dict[str, Any], messages: list[Message]) -> Content:
             raise RowError("malformed tools", "field tools is text that is not JSON; give a list of schemas") from error
     if not isinstance(tools, list | None):
         raise RowError("malformed tools", f"field tools is a {type(tools).__name__}; give a list of schemas")
+    if odd := [tool for tool in tools or () if not isinstance(tool, dict)]:
+        raise RowError("malformed tools", f"field tools holds a {type(odd[0]).__name__}; a schema is an object")
     system = row.get("system")
     if isinstance(system, str) and system.strip() and not (messages and messages[0]["role"] == "system"):
         messages = [{"role": "system", "content": system}, *messages]
@@ -97,6 +99,7 @@ def _message(turn: Any, place: str) -> Message:
     if turn.get("role") is not None:
         message = {key: value for key, value in turn.items() if value is not None}
         message["content"] = _text_of(turn.get("content"), place)
+        _check_calls(message.get("tool_calls"), place)
     elif turn.get("from") is not None:
         message = {"role": turn["from"], "content": _text_of(turn.get("value"), place)}
         message["role"] = SPEAKERS.get(turn["from"], turn["from"]) if isinstance(turn["from"], str) else turn["from"]
@@ -106,6 +109,11 @@ def _message(turn: Any, place: str) -> Message:
     if not isinstance(message["role"], str):
         raise RowError("malformed messages", f"{place}: role must be text, not {type(message['role']).__name__}")
     return message
+
+
+def _check_calls(calls: Any, place: str) -> None:
+    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise RowError("malformed tool calls", f"{place}: tool_calls must be a list of objects")
 
 
 def _text_of(content: Any, place: str) -> str | None:

@@ -4,6 +4,7 @@ Knows formats. Does not know duplicates, splits or tokenizers.
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -56,11 +57,16 @@ def _files(path: Path, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
     if not path.exists():
         raise UserError(f"data.sources: {path} does not exist; correct the path of this source")
     if not path.is_dir():
-        return [(path, path.name)]
+        return [(path, _readable(path.name))]
     found = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
     if not found:
         raise UserError(f"{path}: no {', '.join(suffixes)} file in this folder; give a file or another folder")
-    return [(file, file.relative_to(path).as_posix()) for file in found]
+    return [(file, _readable(file.relative_to(path).as_posix())) for file in found]
+
+
+def _readable(name: str) -> str:
+    """A file's name as text that can be written: bytes of it that are not UTF-8 become \\xff and the like."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def _text(file: Path, name: str, source: "Source", into: Documents) -> Iterator[Document]:
@@ -102,15 +108,15 @@ def _document(place: str, row: Any, source: "Source") -> Document:
     document = Document(place, source.domain or ("chat" if spoken else "prose"), "", *content)
     try:
         # The content, not the line number, decides the side: inserting a row moves no other row across the split.
-        group = document.content()
-        group.encode()
+        content, stated = document.content(), row.get(GROUP)  # several rows of one conversation say so
+        group = str(stated) if isinstance(stated, str | int) and stated != "" else content
+        (content + group).encode()
     except UnicodeEncodeError as error:
         message = "half a surrogate pair, which is no character; repair the text"
         raise RowError("half a surrogate pair", message) from error
     except (RecursionError, TypeError, ValueError) as error:
         raise RowError("not JSON", f"a message holds what JSON cannot ({error})") from error
-    stated = row.get(GROUP)  # several rows of one conversation say so
-    return document._replace(group=stated if isinstance(stated, str) else group)
+    return document._replace(group=group)
 
 
 def _json(file: Path, name: str) -> Iterator[Record]:

@@ -7,6 +7,7 @@ Imports nothing heavy before a command runs, so that `--help` is instant.
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -287,9 +288,13 @@ def cache_verify(path: CachePath) -> None:
 @app.command("cache-repair")
 def cache_repair(config: ConfigPath, overrides: Overrides = None) -> None:
     """Check every byte of a config's cache, and make just the damaged shards again."""
+    from draftsmith.files import is_main
+    from draftsmith.run import RunFolder
+
     loaded = _load(config, overrides)
     _reason_to_cache(loaded)
-    _work(loaded).repair_cache()
+    with RunFolder(loaded.config.run).lock() if is_main() else nullcontext():
+        _work(loaded).repair_cache()
 
 
 @app.command()

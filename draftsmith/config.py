@@ -22,7 +22,7 @@ from draftsmith.data.corpus import DataSettings
 from draftsmith.data.regenerate import RegenerateSettings
 from draftsmith.errors import UserError
 from draftsmith.eval.settings import EvalSettings
-from draftsmith.settings import Settings
+from draftsmith.settings import SEEDS, Settings
 from draftsmith.train.settings import DistillSettings, EagleTrainSettings, ScratchSettings
 
 #: Drafts that every run has; the names of `eagle` join them.
@@ -61,7 +61,7 @@ class Config(Settings):
     """One experiment."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=SEEDS)
     run_root: str = Field("runs", min_length=1)
     target: TargetSettings = TargetSettings()
     data: DataSettings = DataSettings()

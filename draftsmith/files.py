@@ -77,7 +77,7 @@ def publish_json(path: Path, value: Any) -> None:
 def digest(value: Any) -> str:
     """Sixteen hex digits that name a JSON-serialisable value; the order of keys does not matter."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]  # a file's name need not be UTF-8
 
 
 def is_main() -> bool:

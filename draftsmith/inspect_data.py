@@ -42,19 +42,28 @@ def print_masks(config: Config, split: str, count: int, domain: str | None = Non
     rows = Rows.open(config.run / "rows", split)
     if domain is not None and domain not in rows.domains:
         raise UserError(f"--domain {domain}: the {split} split has {', '.join(rows.domains)}; give one of them")
-    summary = json.loads((config.run / "rows" / "summary.json").read_text(encoding="utf-8"))
+    about = _mask_lines(config.run / "rows" / "summary.json", split, rows.domains)
     tokenizer = Work(config, print).tokenizer
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character shows its number
     console = Console(highlight=False)
     colourless = console.no_color or console.color_system is None
     for name in rows.domains if domain is None else [domain]:
-        console.print(Text.assemble("\n", (name, "bold"), f": {mask_line(summary[split]['domains'][name])}"))
+        console.print(Text.assemble("\n", (name, "bold"), f": {about[name]}"))
         chosen = (index for index in range(len(rows)) if rows.domain(index) == name)
         for row in (rows[index] for index in itertools.islice(chosen, count)):
-            about = f"{row.document}: {len(row.token_ids)} tokens, {row.supervised.mean():.0%} supervised"
-            console.print(Text(f"\n{about}", "italic"))
+            size = f"{len(row.token_ids)} tokens, {row.supervised.mean():.0%} supervised"
+            console.print(Text(f"\n{row.document}: {size}", "italic"))
             console.print(masked_text(row, tokenizer, marks=colourless))
+
+
+def _mask_lines(path: Path, split: str, domains: list[str]) -> dict[str, str]:
+    """`mask_line` of each domain. Raises UserError where the summary is gone, damaged, or of other rows."""
+    try:
+        counts = json.loads(path.read_text(encoding="utf-8"))[split]["domains"]
+        return {name: mask_line(counts[name]) for name in domains}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{path}: missing, damaged, or of other rows; run `draftsmith prepare` again") from error
 
 
 def mask_line(counts: dict[str, Any]) -> str:

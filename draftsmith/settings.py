@@ -6,11 +6,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+SEEDS = 2**63  # what every generator of random numbers takes
+
 
 class Settings(BaseModel):
-    """Immutable, and an unknown key is an error (`draftsmith.config` turns it into one line with the nearest valid key)."""
+    """Immutable, an unknown key is an error (`draftsmith.config` turns it into one line with the nearest valid key), and every
+    number is finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def flat(values: dict[str, Any], separator: str = ".") -> dict[str, Any]:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from draftsmith.settings import Settings
+from draftsmith.settings import SEEDS, Settings
 
 
 class EvalSettings(Settings):
@@ -23,4 +23,4 @@ class EvalSettings(Settings):
     max_new_tokens: int = Field(48, ge=1)
     batch: int = Field(16, ge=1)
     timed_prompts: int = Field(2, ge=0)
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=SEEDS)

@@ -104,6 +104,7 @@ class _Position:
     """Where a run stands: all that a checkpoint holds beside tensors."""
 
     step: int = 0
+    weight: float = 0.0  # of all predictions that were trained
     best: float = -1.0
     since_best: int = 0
     line_bytes: int = 0
@@ -162,19 +163,19 @@ class _Trainer:
 
     def _begin(self) -> None:
         """From the newest checkpoint, or from the start, which is saved at once: a full disk shows before the work."""
-        note = self._say
-        place = self.ranks.agree(self.checkpoints.newest(note) if self.ranks.main else None)
+        place = self.ranks.agree(self.checkpoints.newest(self._say) if self.ranks.main else None)
         if place is not None:
             self._resume(*self.checkpoints.read(place))
             return
+        measured = [bool(self.objective.trained_slots(batch, 0).any()) for batch in self.held_out.batches]
+        if measured and not any(measured):
+            raise UserError(f"{self.title}: none of the held-out rows has {self._supervised()}, or raise held_out_rows")
         self.at.summary.at_start = self._acceptance()
         self.at.summary.expected_acceptance = self.at.summary.at_start
         if self.ranks.main:
             (self.folder / "training.jsonl").write_text("")
         if self.ranks.size > self.settings.accumulate:
-            self._say(
-                f"accumulate is {self.settings.accumulate}: {self.ranks.size} ranks need as many micro-batches a step"
-            )
+            self._say(f"accumulate is {self.settings.accumulate}: {self.ranks.size} ranks need as many micro-batches")
         self._save()
 
     def _resume(self, state: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> None:
@@ -239,6 +240,7 @@ class _Trainer:
         set_learning_rate(self.optimizer, schedule(step, len(self.plan), warmup))
         loss, sums = self._step(loaded, max(weight, 1e-9), micro)
         at.step += 1
+        at.weight += weight
         tokens = sum(int(self.source.lengths[rows].sum()) for rows in micro)
         at.summary.tokens += tokens
         at.summary.steps = at.step
@@ -257,14 +259,16 @@ class _Trainer:
                 self.log(record, at.step)
 
     def _check_rows(self, loaded: Loaded, dead: bool) -> None:
-        bad, limit = self.at.summary.bad_rows, self.settings.bad_rows * len(self.source.lengths)
+        bad, total = self.at.summary.bad_rows, len(self.source.lengths)
+        if bad > self.settings.bad_rows * total:  # a row counts once an epoch, whether it can be read or not
+            total = max(total, sum(len(rows) for micro in self.plan[: self.at.step + 1] for rows in micro))
         for failure in loaded.failures:
             self._say(f"left out: {failure}", main=False)
-        if bad > limit or dead:
+        if bad > self.settings.bad_rows * total or dead:
             first = loaded.failures[0] if loaded.failures else "seen by another rank"
             raise UserError(
                 f"{self.title}: {bad} unreadable rows at step {self.at.step}, more than bad_rows = "
-                f"{self.settings.bad_rows:g} of {len(self.source.lengths)} allows; {first}"
+                f"{self.settings.bad_rows:g} of {total} allows; {first}"
             )
 
     def _step(self, loaded: Loaded, weight: float, micro: list[list[int]]) -> tuple[float, Sums]:
@@ -292,11 +296,16 @@ class _Trainer:
         self.optimizer.zero_grad()
         return loss, Sums(total[0], total[1 : 1 + K], total[1 + K :])
 
+    def _supervised(self) -> str:
+        return f"a supervised token after its token {self.objective.lead}, where this draft begins; add answers"
+
     def _unfinite(self, what: str, micro: list[list[int]]) -> str:
         return f"{self.title}: the {what} at step {self.at.step}, rows {[row for rows in micro for row in rows]}"
 
     def _validate(self, step: int) -> dict[str, float]:
         """Held-out acceptance; the weights are kept where it is the best so far."""
+        if not self.at.weight:
+            raise UserError(f"{self.title}: nothing trained in {self.at.step} steps: no row has {self._supervised()}")
         at, acceptance = self.at, self._acceptance()
         reached = _run_length(acceptance)
         if not np.isfinite(reached):

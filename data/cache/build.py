@@ -171,7 +171,7 @@ class _Shard:
             ),
             "supervised": torch.from_numpy(np.concatenate([row.supervised for row in rows])),
             "offsets": torch.from_numpy(self.offsets),
-            "domain_of": torch.tensor([domains.index(row.domain) for row in rows], dtype=torch.uint8),
+            "domain_of": torch.tensor([domains.index(row.domain) for row in rows], dtype=id_type(len(domains))),
         }
         self.taps = tuple(fields["taps"]["blocks"]) if "taps" in fields else ()
         self.bad: set[int] = set()  # rows that are dropped in the end

@@ -18,6 +18,7 @@ from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.cache.reader import CachedRow, CacheReader, decode_row
 from draftsmith.data.rows import Rows
 from draftsmith.errors import UserError
+from draftsmith.files import digest
 from draftsmith.models.target import Target
 
 
@@ -41,6 +42,11 @@ class OnlineRows(Sequence[CachedRow]):
     def taps(self) -> tuple[int, ...]:
         """The blocks whose outputs a row has, counted from 0."""
         return tuple(self.fields.get("taps", {}).get("blocks", ()))
+
+    @property
+    def identity(self) -> str:
+        """Changes with the target, the rows and what is kept of them, as a cache's does."""
+        return digest([self.target.fingerprint(), self._rows.digest, self.fields])
 
     def __len__(self) -> int:
         return len(self._rows)

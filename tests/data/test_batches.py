@@ -77,6 +77,10 @@ def test_row_longer_than_a_batch_is_a_batch_of_its_own() -> None:
     assert sum(map(len, batches)) == 3
 
 
+def test_a_batch_beyond_all_rows_takes_them_all_however_large() -> None:
+    assert sorted(length_buckets([3, 1, 2], 10**18, np.random.default_rng(0))[0]) == [0, 1, 2]
+
+
 def test_no_rows_give_no_batches() -> None:
     assert length_buckets([], 100, np.random.default_rng(0)) == []
 

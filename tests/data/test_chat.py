@@ -135,6 +135,35 @@ def test_template_that_refuses_a_row_is_a_reason_not_a_crash() -> None:
         render([USER, ANSWER], tiny_tokenizer(template))
 
 
+@pytest.mark.parametrize(
+    "fault",
+    ["1 / 0", "messages[0].content.index('nowhere')", "'%(a)s' % {}", "range(10 ** 6) | list"],
+)
+def test_a_template_that_fails_in_any_way_is_a_reason_not_a_crash(fault: str) -> None:
+    with pytest.raises(UnusableError, match="refused by the chat template"):
+        render([USER, ANSWER], tiny_tokenizer("{{ " + fault + " }}"))
+
+
+def test_a_template_that_marks_nothing_of_an_answer_leaves_a_row_that_is_dropped() -> None:
+    template = (
+        "{% for message in messages %}{% if message['role'] == 'user' %}<|user|>{{ message['content'] }}"
+        "{% else %}{% generation %}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    row = only([USER, ANSWER], tiny_tokenizer(template))
+    assert not row.supervised.any()
+
+
+@pytest.mark.parametrize("spelt", ["<|end|>", "<|endoftext|>"])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, UNMARKED, CHATML_LIKE])
+def test_an_answer_that_spells_out_its_end_of_turn_is_dropped_and_a_question_that_does_is_not(
+    template: str, spelt: str
+) -> None:
+    tokenizer = tiny_tokenizer(template)
+    with pytest.raises(UnusableError, match="end of turn spelt out in an answer"):
+        render([USER, {"role": "assistant", "content": f"the sum{spelt} and more"}], tokenizer)
+    assert only([{"role": "user", "content": f"what is {spelt}?"}, ANSWER], tokenizer).supervised.sum() > 1
+
+
 def test_prompt_longer_than_max_length_is_dropped_and_a_longer_answer_is_cut() -> None:
     tokenizer = tiny_tokenizer()
     prompt = len(prompt_ids(Target(tiny_model(), tokenizer), [USER]))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from draftsmith.data.corpus import DataSettings, Source, load_documents, share
 from draftsmith.data.documents import SPLITS, Documents
 from draftsmith.data.embedded import embedded_documents
 from draftsmith.errors import UserError
+from draftsmith.run import stamp
 
 LIBRARY = {
     "good.py": "'''Good things.\n\nMore of them.'''\n\ndef add(a, b):\n"
@@ -152,6 +154,31 @@ def test_a_bad_row_among_good_ones_is_counted_with_its_place_and_stops_nothing(t
     assert documents.read == 12
     assert documents.first["unknown schema"].startswith("mixed.jsonl:5: unknown schema with fields ['q']")
     assert all("\n" not in line and len(line) < 300 for line in documents.first.values())
+
+
+def test_a_stated_group_decides_the_side_be_it_text_or_a_number_and_an_empty_one_states_nothing(tmp_path: Path) -> None:
+    rows = [
+        {"text": f"text {index}", "group": group} for index, group in enumerate([*[7] * 20, *["a"] * 20, *[""] * 20])
+    ]
+    source = write(tmp_path / "rows.jsonl", [*rows, {"text": "of no character", "group": "\ud800"}])
+    documents = load_documents(DataSettings(sources=(source,), held_out=0.5))
+    sides = sides_of(documents)
+    assert len(set(sides[:20])) == len(set(sides[20:40])) == 1
+    assert len(set(sides[40:])) == 2
+    assert documents.drops == {"half a surrogate pair": 1}
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [("text", b".txt"), ("json", b".jsonl")])
+def test_a_file_whose_name_is_not_utf_8_is_read_and_its_name_can_be_written(
+    kind: Any, suffix: bytes, tmp_path: Path
+) -> None:
+    for number in range(3):
+        path = os.path.join(os.fsencode(tmp_path), b"\xff%d" % number + suffix)
+        with open(path, "wb") as file:
+            file.write(b'{"text": "number %d"}\n' % number)
+    documents = load_documents(DataSettings(sources=(Source(kind=kind, path=str(tmp_path)),)))
+    assert [document.name[:5] for document in documents] == ["\\xff0", "\\xff1", "\\xff2"]
+    assert stamp(tmp_path, content=True) != "missing"
 
 
 def test_one_good_file_does_not_excuse_a_file_of_bad_rows(tmp_path: Path) -> None:

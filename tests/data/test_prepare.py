@@ -279,3 +279,9 @@ def test_memory_does_not_grow_with_what_is_prepared(tmp_path: Path) -> None:
 def test_a_hundred_thousand_rows_take_no_more_memory_than_ten_thousand(tmp_path: Path) -> None:
     [few], [many] = peaks(tmp_path, [(10_000, 8)]), peaks(tmp_path, [(100_000, 8)])
     assert many <= 1.1 * few
+
+
+def test_a_cap_below_every_row_is_named_as_what_may_be_wrong(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, texts(20), train_tokens={"prose": 3})
+    with pytest.raises(UserError, match=r"no supervised token in the train split .* or the caps on tokens \(prose\)"):
+        prepare(chosen, tiny_tokenizer(), tmp_path / "rows")

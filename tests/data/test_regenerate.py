@@ -461,3 +461,17 @@ def test_draws_follow_temperature_and_top_p(temperature: float, top_p: float, ke
     streams = [np.random.default_rng(seed) for seed in range(n)]
     drawn = np.bincount(choose(logits.expand(n, 4), settings, streams), minlength=4) / n
     assert (np.abs(drawn - p) <= 4.5 * np.sqrt(p * (1 - p) / n)).all()
+
+
+@pytest.mark.parametrize("content", ["half \ud83d", ["a"], {"text": "a"}, 5])
+def test_an_answer_that_could_not_be_kept_is_malformed(content: Any) -> None:
+    said = {"choices": [{"message": {"content": content}, "finish_reason": "stop"}]}
+    with pytest.raises((ValueError, TypeError)):
+        answer._read(said)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "7", ""])
+def test_damaged_settings_beside_the_answers_are_one_line(content: str, tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text(content)
+    with pytest.raises(UserError, match=r"settings.json: damaged"):
+        Journal(tmp_path, {"seed": 0})

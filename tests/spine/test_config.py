@@ -72,6 +72,10 @@ def test_an_unknown_key_names_the_file_the_field_and_the_nearest_valid_key(
             "target: {device: 'cuda:7'}",
             "target.device: 'cuda:7' is not supported: GPU devices come with a later version",
         ),
+        ("cache: {shard_mb: .inf}", "cache.shard_mb: must be a finite number, got inf"),
+        ("distill: {matrix_lr: .inf}", "distill.matrix_lr: must be a finite number, got inf"),
+        ("distill: {shape: {hidden_size: 0}}", "distill.shape: must be 'half', 'quarter' or 'eighth'"),
+        (f"seed: {2**63}", "seed: must be less than 9223372036854775808"),
         ("- seed", "holds a list"),
     ],
 )

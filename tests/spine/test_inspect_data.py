@@ -113,6 +113,21 @@ def test_one_domain_may_be_chosen_and_an_unknown_one_is_one_line(run: Path, caps
     assert err == "draftsmith: --domain poetry: the train split has chat, prose; give one of them\n"
 
 
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"train": {"domains": {"other": {}}}}'])
+def test_a_summary_that_does_not_fit_the_rows_is_one_line(
+    run: Path, content: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = run.parent / "runs/x/rows/summary.json"
+    before = summary.read_text()
+    try:
+        summary.unlink() if content is None else summary.write_text(content)
+        code, _, err = call(capsys, "show-mask", str(run))
+    finally:
+        summary.write_text(before)
+    assert code == 2
+    assert err == f"draftsmith: {summary}: missing, damaged, or of other rows; run `draftsmith prepare` again\n"
+
+
 def test_output_that_knows_ascii_alone_is_no_crash(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))

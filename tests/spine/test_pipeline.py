@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from draftsmith.cli import main
+from draftsmith.run import RunFolder
 
 DRAFTS = ("untrained", "distilled", "eagle3-no-rollout", "eagle3", "prompt-lookup", "oracle")
 CONFIG = """
@@ -179,6 +180,9 @@ def test_show_mask_and_the_cache_commands_print_what_is_there(config: Path, caps
     assert damaged.read_bytes() == before, "nothing that was built on the cache becomes stale"
     assert run("cache-repair", config) == 0
     assert "nothing was rebuilt" in capsys.readouterr().out
+    with RunFolder(cache.parent).lock():  # another process is at work in the folder
+        assert run("cache-repair", config) == 2
+    assert "in use by process" in capsys.readouterr().err
 
 
 def test_both_trainers_run_online_and_nothing_is_written(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

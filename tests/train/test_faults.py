@@ -75,6 +75,20 @@ def test_a_number_that_is_not_finite_in_the_cache_stops_at_its_step_and_names_te
     assert all(torch.isfinite(tensor).all() for tensor in checkpoints.read(newest)[1]["weights"].values())
 
 
+def unreadable(row: int, reads: int, batch: Batch) -> Batch:
+    if row == 7:
+        raise OSError("row 7 lies on a bad sector")
+    return batch
+
+
+def test_one_unreadable_row_of_twelve_is_one_of_twelve_however_many_epochs_meet_it(tmp_path: Path) -> None:
+    rows = Rows()
+    rows.poison = unreadable
+    rows.train(tmp_path / "tenth", SETTINGS.model_copy(update={"bad_rows": 0.1}))  # fourteen epochs
+    with pytest.raises(UserError, match=r"1 unreadable rows at step \d, more than bad_rows = 0.05 of 12 allows; row 7"):
+        rows.train(tmp_path / "twentieth", SETTINGS.model_copy(update={"bad_rows": 0.05}))
+
+
 def test_a_gradient_that_is_not_finite_names_its_weight_and_moves_nothing(tmp_path: Path) -> None:
     rows = Rows()
 

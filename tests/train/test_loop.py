@@ -5,11 +5,14 @@ import json
 import numpy as np
 import pytest
 import torch
-from kit import tiny_rows, tiny_target
+from kit import tiny_rows, tiny_target, tiny_tokenizer
 
 from draftsmith.data.cache.build import build_cache
 from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.cache.reader import CacheReader
+from draftsmith.data.corpus import DataSettings
+from draftsmith.data.rows import Rows, write_rows
+from draftsmith.data.tokenizer import tokenizer_digest
 from draftsmith.errors import UserError
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import EagleHead
@@ -86,6 +89,26 @@ def test_a_smaller_vocabulary_takes_the_most_frequent_supervised_tokens(made):
     assert len(ids) == 40
     worst_inside = min(int(counts[i]) for i in ids - special)
     assert all(int(counts[i]) <= worst_inside for i in range(target.vocabulary) if i not in ids)
+
+
+def only_first_two(lengths, folder):
+    """Rows of which the second token alone is supervised: an EAGLE head predicts from the third on."""
+    rows = list(tiny_rows(folder, lengths))
+    rows = [row._replace(supervised=np.arange(len(row.token_ids)) == 1) for row in rows]
+    write_rows(rows, folder / "short" / "train", DataSettings(), tokenizer_digest(tiny_tokenizer()))
+    return Rows.open(folder / "short", "train")
+
+
+def test_a_run_that_can_train_nothing_is_refused_and_so_is_held_out_text_that_measures_nothing(made, tmp_path):
+    target, reader, rows = made
+    short = only_first_two([8] * 6, tmp_path)
+    build_cache(target, short, tmp_path / "of-short", CacheSettings(k=4))
+    settings = EagleTrainSettings(**QUICK | {"tokens": 60, "validations": 1}, rollouts=1)
+    with pytest.raises(UserError, match=r"nothing trained in .* supervised token after its token 2"):
+        train_eagle(target, CacheReader(tmp_path / "of-short"), rows, settings, tmp_path / "a", seed=0)
+    with pytest.raises(UserError, match="none of the held-out rows has a supervised token"):
+        train_eagle(target, reader, short, settings, tmp_path / "b", seed=0)
+    assert not (tmp_path / "a" / "model.safetensors").exists()
 
 
 def test_a_loss_that_is_not_finite_names_step_and_rows(made, tmp_path, monkeypatch):

@@ -54,6 +54,10 @@ def test_chosen_rows_keep_prompt_and_length_and_are_scored_by_the_target(made):
         torch.testing.assert_close(out.last[0], mixed.last[row, :n], atol=1e-3, rtol=1e-3)
 
 
+def test_a_checkpoint_of_rows_continued_by_the_draft_belongs_to_the_cache_below_them(made):
+    assert on_policy(made).identity == made[1].identity != ""
+
+
 def test_what_is_written_is_what_the_draft_says(made):
     """At a temperature near 0 every written token is the draft's likeliest one after all before it."""
     target, reader, _ = made

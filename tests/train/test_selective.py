@@ -19,6 +19,8 @@ from draftsmith.train.settings import DistillSettings
 class OneBatch:
     """A source with one batch."""
 
+    identity = "this batch and no other"
+
     def __init__(self, batch):
         self.lengths, self._batch = batch.lengths.numpy(), batch
 
@@ -32,7 +34,9 @@ def test_the_share_of_predictions_with_the_largest_gap_to_the_reference_weighs_o
     batch = a_batch(target, [20, 12, 17])
     start, reference = DraftLM.from_target_blocks(target, [0]), DraftLM.from_target_blocks(target, [0, 1, 3])
     objective = DraftLMObjective(start)
-    weights = Selective(OneBatch(batch), start, reference, share, objective.cached_teacher).batch([0, 1, 2]).weights
+    source = Selective(OneBatch(batch), start, reference, share, objective.cached_teacher)
+    assert source.identity == OneBatch.identity
+    weights = source.batch([0, 1, 2]).weights
     slots = supervised_slots(batch.supervised, batch.lengths, 1)
     gaps = {}
     with torch.no_grad():

@@ -17,6 +17,7 @@ from draftsmith.data.cache.reader import CachedRow, CacheReader
 from draftsmith.data.cache.verify import cache_info, check_against_target
 from draftsmith.data.corpus import DataSettings
 from draftsmith.data.rows import Row, Rows, write_rows
+from draftsmith.data.tokenizer import tokenizer_digest
 from draftsmith.errors import UserError
 from draftsmith.models.target import Target, choose_taps
 
@@ -182,6 +183,14 @@ def test_rows_beyond_the_cap_are_not_cached(tmp_path: Path) -> None:
     summary = build_cache(tiny_target(), rows, tmp_path / "cache", CacheSettings(**FP32), train_tokens=65)
     assert (summary["rows"], summary["tokens"], summary["written_shards"]) == (2, 60, 1)
     assert len(CacheReader(tmp_path / "cache")) == 2
+
+
+def test_a_cache_takes_more_domains_than_a_byte_counts(tmp_path: Path) -> None:
+    target = tiny_target()
+    rows = [row._replace(domain=f"d{index:03d}") for index, row in enumerate(tiny_rows(tmp_path, [2] * 300))]
+    write_rows(rows, tmp_path / "many" / "train", DataSettings(), tokenizer_digest(target.tokenizer))
+    reader = cached(tmp_path, target, Rows.open(tmp_path / "many", "train"))
+    assert [reader.domain(index) for index in range(300)] == [row.domain for row in rows]
 
 
 def test_cache_without_taps_serves_a_draft_lm(tmp_path: Path) -> None:

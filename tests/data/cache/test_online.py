@@ -74,3 +74,16 @@ def test_a_target_that_computes_nan_is_named(tmp_path: Path) -> None:
     target.model.model.norm.weight.data[3] = float("nan")
     with pytest.raises(UserError, match="last are not finite in document document-0"):
         online.batch([0])
+
+
+def test_identity_changes_with_target_rows_and_what_is_kept_as_that_of_a_cache_does(tmp_path: Path) -> None:
+    settings = CacheSettings(k=16)
+    target, rows = tiny_target(), tiny_rows(tmp_path, [12, 20])
+    own = OnlineRows(target, rows, settings).identity
+    assert own == OnlineRows(target, rows, settings).identity
+    others = [
+        OnlineRows(tiny_target(seed=1), rows, settings),
+        OnlineRows(target, tiny_rows(tmp_path / "other", [12, 20], seed=1), settings),
+        OnlineRows(target, rows, CacheSettings(k=8)),
+    ]
+    assert len({own, *(other.identity for other in others)}) == 4
