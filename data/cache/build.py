@@ -26,7 +26,6 @@ from draftsmith.data.cache.writer import CacheWriter
 from draftsmith.data.rows import Row, Rows, shared_prefix
 from draftsmith.data.tokenizer import tokenizer_digest
 from draftsmith.errors import UserError
-from draftsmith.models.lm import LMOutput
 from draftsmith.models.target import Target
 from draftsmith.progress import Ticker, ticker
 
@@ -207,9 +206,9 @@ class _Shard:
     def compute(self, batch_tokens: int, progress: Ticker, tally: Tally) -> tuple[dict[str, Tensor], float]:
         """All tensors, and the mean mass that the kept tokens cover. The longest row is checked against a live pass."""
         for batch in fill_batches(np.argsort(self.lengths, kind="stable"), self.lengths, batch_tokens):
-            output = self._forward(batch)
-            self._note_failures(batch, output.taps, output.last, tally)
-            self._store(batch, output.taps, output.last)
+            taps, last = self._forward(batch)
+            self._note_failures(batch, taps, last, tally)
+            self._store(batch, taps, last)
             tally.check()
             progress.advance(int(self.lengths[batch].sum()))
         if self.bad:
@@ -223,9 +222,10 @@ class _Shard:
                 uses[piece] += 1
         return self.tensors, kept_mass(self.fields, self.tensors, uses)
 
-    def _forward(self, batch: list[int]) -> LMOutput:
+    def _forward(self, batch: list[int]) -> tuple[Tensor | None, Tensor]:
         ids = collate_rows([self.rows[index] for index in batch]).token_ids.to(self.target.device)
-        return self.target.forward(ids, taps=self.taps, want_logits=False)
+        output = self.target.forward(ids, taps=self.taps, want_logits=False)
+        return output.taps, output.last
 
     def _note_failures(self, batch: list[int], taps: Tensor | None, last: Tensor, tally: Tally) -> None:
         for field, states in (("taps", taps), ("last", last)):
@@ -273,8 +273,7 @@ class _Shard:
                 old, new = int(starts[place] + self.shared[place] - shared[place]), int(self.starts[place])
                 self.tensors[name][new : new + own[place]] = before[name][old : old + own[place]]
         for batch in fill_batches(np.flatnonzero(self.shared < shared), self.lengths, batch_tokens):
-            output = self._forward(batch)
-            self._store(batch, output.taps, output.last)
+            self._store(batch, *self._forward(batch))
 
     def _pieces(self, index: int) -> list[slice]:
         return own_pieces(self.lengths, self.shared, self.starts, index)
