@@ -64,7 +64,7 @@ def cut_rows(rows: Rows, length: int, tokens: int, folder: Path) -> Rows:
 def bare_forward(target: Target, rows: Rows, taken: int, settings: CacheSettings) -> None:
     """The target's logits for the batches that `build_cache` makes of the first `taken` rows, kept nowhere."""
     size = bytes_per_token(cache_fields(settings, target.width, target.vocabulary, target.blocks))
-    for first, end in shard_plan(rows.lengths[:taken], int(settings.shard_mb * build.MB), size):
+    for first, end in shard_plan(rows.lengths[:taken], rows.shared[:taken], int(settings.shard_mb * build.MB), size):
         lengths = rows.lengths[first:end]
         for batch in fill_batches(np.argsort(lengths, kind="stable"), lengths, settings.batch_tokens):
             target.forward(collate_rows([rows[first + index] for index in batch]).token_ids)

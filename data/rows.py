@@ -22,10 +22,13 @@ from draftsmith.files import publish, publish_json
 if TYPE_CHECKING:
     from draftsmith.data.corpus import DataSettings
 
-SCHEMA = 2
+SCHEMA = 3
 # The columns of a row folder whose entries are one number a row; `token_ids`, `supervised`, `names` are one a token or byte.
-OF_EACH_ROW = ("offsets", "domain_of", "name_offsets")
+OF_EACH_ROW = ("offsets", "domain_of", "name_offsets", "shared")
 BUFFER = 1 << 20
+SHORTEST_SHARED = (
+    16  # tokens; windows of one text begin with the same token or two, which is not worth a second look-up
+)
 
 
 class Row(NamedTuple):
@@ -40,6 +43,19 @@ class Row(NamedTuple):
     document: str
 
 
+def shared_prefix(before: Row | None, row: Row) -> int:
+    """How many tokens at its beginning a row has in common with the one before it, of the same document; 0 if few.
+
+    Never all of them: a row has something of its own.
+    """
+    if before is None or before.document != row.document:
+        return 0
+    most = min(len(before.token_ids), len(row.token_ids) - 1)
+    differ = np.flatnonzero(before.token_ids[:most] != row.token_ids[:most])
+    common = int(differ[0]) if len(differ) else most
+    return common if common >= SHORTEST_SHARED else 0
+
+
 class Rows(Sequence[Row]):
     """The rows of one split. Nothing is read before it is asked for."""
 
@@ -50,7 +66,7 @@ class Rows(Sequence[Row]):
         if about["schema"] != SCHEMA:
             raise UserError(f"{folder}: rows of schema {about['schema']}, not {SCHEMA}; run `draftsmith prepare` again")
         self.domains: list[str] = about["domains"]  # the distinct names
-        self.digest: str = about["digest"]  # of ids, masks, windows and domains
+        self.digest: str = about["digest"]  # of ids, masks, windows, shared prefixes and domains
         self.tokenizer: str = about["tokenizer"]
         self.settings: dict[str, Any] = about["settings"]
         self._ids = np.load(folder / "token_ids.npy", mmap_mode="r")
@@ -59,6 +75,7 @@ class Rows(Sequence[Row]):
         self.offsets: np.ndarray = np.load(folder / "offsets.npy")
         self._domain_of: np.ndarray = np.load(folder / "domain_of.npy")
         self._name_offsets: np.ndarray = np.load(folder / "name_offsets.npy")
+        self.shared: np.ndarray = np.load(folder / "shared.npy")  # int32 [rows]: see `shared_prefix`
 
     @classmethod
     def open(cls, folder: Path, split: str) -> "Rows":
@@ -92,6 +109,12 @@ class Rows(Sequence[Row]):
             len(domains) and not 0 <= domains.min() <= domains.max() < len(self.domains)
         ):
             return "a domain is not in the list of names"
+        lengths = self.lengths
+        before = np.concatenate([[0], lengths[:-1]])
+        if self.shared.shape != lengths.shape or self.shared.dtype != np.int32:
+            return "shared prefixes are not those of the rows"
+        if not ((self.shared >= 0) & (self.shared <= before) & (self.shared < np.maximum(lengths, 1))).all():
+            return "a shared prefix is longer than its rows"
         return ""
 
     def __len__(self) -> int:
@@ -180,7 +203,8 @@ def write_rows(rows: Iterable[Row], folder: Path, settings: "DataSettings", toke
     """Write one split, row by row. `tokenizer` is its digest. `rows.json` comes last: without it nothing is prepared."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.json").unlink(missing_ok=True)
-    offsets, name_offsets, domain_of = array("q", [0]), array("q", [0]), array("H")
+    offsets, name_offsets, domain_of, shared = array("q", [0]), array("q", [0]), array("H"), array("i")
+    before: Row | None = None
     seen: dict[str, int] = {}
     with ExitStack() as stack:
         columns = (("token_ids", np.int32), ("supervised", np.bool_), ("names", np.uint8))
@@ -194,14 +218,23 @@ def write_rows(rows: Iterable[Row], folder: Path, settings: "DataSettings", toke
             offsets.append(ids.count)
             name_offsets.append(names.count)
             domain_of.append(seen.setdefault(row.domain, len(seen)))
+            shared.append(shared_prefix(before, row))
+            before = row
     domains = sorted(seen)
     place = np.asarray([domains.index(name) for name in seen], dtype=np.uint16)
-    small = dict(zip(OF_EACH_ROW, (np.asarray(offsets), place[np.asarray(domain_of)], name_offsets), strict=True))
+    columns_of_rows = (np.asarray(offsets), place[np.asarray(domain_of)], name_offsets, np.asarray(shared))
+    small = dict(zip(OF_EACH_ROW, columns_of_rows, strict=True))
     for name, column in small.items():
         publish(folder / f"{name}.npy", lambda path, column=column: _save(path, column))  # type: ignore[misc]
     content = xxhash.xxh3_128(json.dumps(domains).encode())
-    for part in (ids.hash.digest(), supervised.hash.digest(), small["offsets"].tobytes(), small["domain_of"].tobytes()):
+    for part in (ids.hash.digest(), supervised.hash.digest()):
         content.update(part)
+    for name in (
+        "offsets",
+        "domain_of",
+        "shared",
+    ):  # what is shared depends on the documents' names, and a cache on that
+        content.update(small[name].tobytes())
     about = {
         "schema": SCHEMA,
         "digest": content.hexdigest(),

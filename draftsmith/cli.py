@@ -5,7 +5,6 @@ Imports nothing heavy before a command runs, so that `--help` is instant.
 """
 
 import json
-import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -106,15 +105,14 @@ def _work(loaded: "Loaded") -> "Work":
     return Work(loaded.config, say)
 
 
-def _reason_to_cache(loaded: "Loaded") -> str:
-    """Why the cache stage would run, "" if it need not. Raises UserError where the target or the rows must come first."""
+def _check_inputs_of_cache(loaded: "Loaded") -> None:
+    """Raises UserError where the target or the rows must come first."""
     from draftsmith.run import RunFolder, needed, schedule
     from draftsmith.stages import stage_units
 
     reasons = schedule(needed(stage_units(loaded.config, _work(loaded)), "cache"), RunFolder(loaded.config.run))
     if stale := [key for key, reason in reasons.items() if reason and key != "cache"]:
         raise UserError(f"{loaded.config.run}: {stale[0]} is not up to date; run `draftsmith prepare` first")
-    return reasons["cache"]
 
 
 def _print_results(run: Path) -> bool:
@@ -172,16 +170,8 @@ def regenerate(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command()
 def cache(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Write the target's distributions and hidden states to disk; as one of several ranks under `accelerate launch`."""
-    loaded = _load(config, overrides)
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        _run(loaded, "cache")
-        return
-    reason = _reason_to_cache(loaded)  # every rank asks before the first one writes
-    if int(os.environ["RANK"]) == 0:
-        _run(loaded, "cache")
-    elif reason:
-        _work(loaded).cache()
+    """Write the target's distributions and hidden states to disk; as one of several ranks under `torchrun` or `accelerate`."""
+    _run(_load(config, overrides), "cache")
 
 
 @app.command("import-states")
@@ -292,7 +282,7 @@ def cache_repair(config: ConfigPath, overrides: Overrides = None) -> None:
     from draftsmith.run import RunFolder
 
     loaded = _load(config, overrides)
-    _reason_to_cache(loaded)
+    _check_inputs_of_cache(loaded)
     with RunFolder(loaded.config.run).lock() if is_main() else nullcontext():
         _work(loaded).repair_cache()
 

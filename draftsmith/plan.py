@@ -18,6 +18,8 @@ from draftsmith.run import RunFolder, schedule
 from draftsmith.stages import TRAINED, Work, stage_units
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from draftsmith.models.target import Target
 
 
@@ -145,16 +147,16 @@ def _cache_line(config: Config, target: "Target", prepared: bool, tokens_per_sec
     size = _expected_rows(config) if not prepared else _prepared_rows(config)
     if size is None:
         return "cache: size unknown; run `draftsmith prepare` first, or cap every domain in data.train_tokens"
-    rows, tokens = size
+    lengths, shared = size
+    tokens = int(lengths.sum())
     known = "" if prepared else " at most"
-    line = f"cache:{known} {tokens:,} tokens in {rows:,} rows"
+    line = f"cache:{known} {tokens:,} tokens in {len(lengths):,} rows"
     if tokens_per_second is not None:
         line += f", {_duration(tokens / tokens_per_second)} at {tokens_per_second:,.0f} tokens/s"
     if config.cache.online:
         return f"{line}; online: computed at every use, nothing on disk"
-    needed = cache_bytes(
-        config.cache, tokens=tokens, rows=rows, width=target.width, vocabulary=target.vocabulary, blocks=target.blocks
-    )
+    shape = {"width": target.width, "vocabulary": target.vocabulary, "blocks": target.blocks}
+    needed = cache_bytes(config.cache, lengths=lengths, shared=shared, **shape)
     free = shutil.disk_usage(_existing(config.run)).free
     line += f", {needed / 1e6:,.1f} MB; {free / 1e9:,.1f} GB are free"
     there = sum(shard.stat().st_size for shard in (config.run / "cache").glob("shard-*.safetensors"))
@@ -179,21 +181,26 @@ def _duration(seconds: float) -> str:
     return f"{seconds:,.0f} seconds"
 
 
-def _prepared_rows(config: Config) -> tuple[int, int]:
+def _prepared_rows(config: Config) -> tuple["np.ndarray", "np.ndarray"]:
+    """Tokens of each row, and how many of them it shares with the row before."""
     from draftsmith.data.rows import Rows
 
     rows = Rows.open(config.run / "rows", "train")
-    return len(rows), rows.tokens
+    return rows.lengths, rows.shared
 
 
-def _expected_rows(config: Config) -> tuple[int, int] | None:
-    """Rows and tokens before anything is prepared, from the caps; None where a domain may have none."""
+def _expected_rows(config: Config) -> tuple["np.ndarray", "np.ndarray"] | None:
+    """The same before anything is prepared, from the caps, with nothing shared; None where a domain may have no cap."""
+    import numpy as np
+
     data = config.data
     domains = {domain for source in data.sources for domain in source.possible_domains()}
     if not domains or not all(domain in data.train_tokens for domain in domains):
         return None
     tokens = sum(data.train_tokens[domain] for domain in domains)
-    return -(-tokens // data.max_length), tokens
+    lengths = np.full(-(-tokens // data.max_length), data.max_length)
+    lengths[-1] -= lengths.sum() - tokens
+    return lengths, np.zeros_like(lengths)
 
 
 def _existing(path: Path) -> Path:

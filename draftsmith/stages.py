@@ -54,7 +54,8 @@ def stage_units(config: Config, work: "Work") -> list[Unit]:
             ("target", "prepare"),
             () if config.cache.online else ("cache",),
             work.cache,
-            True,
+            resumes=True,
+            ranks=config.cache.imported is None,
         ),
         Unit(
             "distill",

@@ -5,6 +5,7 @@ Knows the target, the rows and the writer. Does not know training, nor which dra
 
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,13 @@ from torch import Tensor
 
 from draftsmith.data.batches import collate_rows, fill_batches
 from draftsmith.data.cache.codecs import DISTRIBUTION_CODECS, STATE_CODECS, Parts, id_type, tensor_name
-from draftsmith.data.cache.fields import bytes_per_token, cache_fields, kept_mass, row_uniforms
+from draftsmith.data.cache.fields import bytes_per_token, cache_fields, kept_mass, row_bytes_per_token, row_uniforms
 from draftsmith.data.cache.manifest import NAME, CacheSettings, Manifest, read_manifest
 from draftsmith.data.cache.ranks import launched_ranks
-from draftsmith.data.cache.reader import decode_row
+from draftsmith.data.cache.reader import OF_ROWS, decode_row, own_pieces, row_of
 from draftsmith.data.cache.verify import cache_info, self_check
 from draftsmith.data.cache.writer import CacheWriter
-from draftsmith.data.rows import Row, Rows
+from draftsmith.data.rows import Row, Rows, shared_prefix
 from draftsmith.data.tokenizer import tokenizer_digest
 from draftsmith.errors import UserError
 from draftsmith.models.target import Target
@@ -31,8 +32,9 @@ from draftsmith.progress import Ticker, ticker
 LOGITS_AT_ONCE = 1 << 25  # numbers in one chunk of logits: 128 MB in float32, whatever the vocabulary
 FEW_ROWS = 8  # so many rows may fail before their share of all rows is judged
 MB = 1 << 20
-ROW_BYTES = 9  # offset and domain
+ROW_BYTES = 13  # offset, domain and length of the shared prefix
 SHARD_BYTES = 1024  # header of a safetensors file
+FULL = 4  # times `shard_mb`: at most so large grows a shard to keep rows that share a prefix together
 
 
 def build_cache(
@@ -60,12 +62,12 @@ def build_cache(
         rows=taken,
         tokens=int(lengths.sum()),
     )
-    plan = shard_plan(lengths, int(settings.shard_mb * MB), bytes_per_token(fields))
+    shared = rows.shared[:taken]
+    plan = shard_plan(lengths, shared, int(settings.shard_mb * MB), bytes_per_token(fields))
     ranks = launched_ranks(on_cpu=target.device.type == "cpu")
     writer = CacheWriter(folder, manifest, ranks)
     todo = [index for index in range(len(plan)) if index not in writer.published]
-    tokens = sum(int(lengths[slice(*plan[index])].sum()) for index in todo)
-    _check_space(Path(folder), tokens * bytes_per_token(fields) + taken * ROW_BYTES)
+    _check_space(Path(folder), _stored_bytes(fields, [plan[index] for index in todo], lengths, shared))
     ranks.barrier()  # each has measured the free space before any of them takes some
     own = todo[ranks.index :: ranks.count]
     tokens = sum(int(lengths[slice(*plan[index])].sum()) for index in own)
@@ -135,26 +137,40 @@ class Tally:
             )
 
 
-def cache_bytes(settings: CacheSettings, *, tokens: int, rows: int, width: int, vocabulary: int, blocks: int) -> int:
-    """The size on disk that a cache of `tokens` tokens in `rows` rows will have, within 5 %."""
-    stored = tokens * bytes_per_token(cache_fields(settings, width, vocabulary, blocks)) + rows * ROW_BYTES
-    return stored + (1 + int(stored / (settings.shard_mb * MB))) * SHARD_BYTES
+def cache_bytes(
+    settings: CacheSettings, *, lengths: np.ndarray, shared: np.ndarray, width: int, vocabulary: int, blocks: int
+) -> int:
+    """The size on disk, within 5 %, that a cache of rows of those lengths and shared prefixes (int [rows]) will have."""
+    fields = cache_fields(settings, width, vocabulary, blocks)
+    plan = shard_plan(lengths, shared, int(settings.shard_mb * MB), bytes_per_token(fields))
+    return _stored_bytes(fields, plan, lengths, shared)
 
 
-def shard_plan(lengths: np.ndarray, shard_bytes: int, token_bytes: int) -> list[tuple[int, int]]:
-    """[first, end) row of each shard: rows in order until `shard_bytes` are full.
+def _stored_bytes(
+    fields: dict[str, dict[str, Any]], plan: list[tuple[int, int]], lengths: np.ndarray, shared: np.ndarray
+) -> int:
+    tokens = sum(int(lengths[first:end].sum()) for first, end in plan)
+    again = sum(int(shared[first + 1 : end].sum()) for first, end in plan)  # the first row of a shard is whole
+    rows = sum(end - first for first, end in plan)
+    stored = (tokens - again) * bytes_per_token(fields) + again * row_bytes_per_token(fields)
+    return stored + rows * ROW_BYTES + len(plan) * SHARD_BYTES
+
+
+def shard_plan(lengths: np.ndarray, shared: np.ndarray, shard_bytes: int, token_bytes: int) -> list[tuple[int, int]]:
+    """[first, end) row of each shard: rows in order until `shard_bytes` are full, or `FULL` times as many where a row shares
+    a prefix with the one before it.
 
     It is known before anything is computed, so that any shard can be made again alone.
     """
     plan: list[tuple[int, int]] = []
-    room = 0
-    for row, length in enumerate(map(int, lengths)):
-        size = length * token_bytes
-        if not plan or size > room:
+    held = 0
+    for row, (length, before) in enumerate(zip(lengths.tolist(), shared.tolist(), strict=True)):
+        size = (length - before) * token_bytes
+        if not plan or held + size > shard_bytes * (FULL if before else 1):
             plan.append((row, row))
-            room = shard_bytes
+            held, size = 0, length * token_bytes
         plan[-1] = (plan[-1][0], row + 1)
-        room -= size
+        held += size
     return plan
 
 
@@ -162,34 +178,56 @@ class _Shard:
     """The tensors of one shard, filled batch by batch: rows run through the target by length, yet stand in order."""
 
     def __init__(self, target: Target, fields: dict[str, dict[str, Any]], rows: list[Row], domains: list[str]) -> None:
-        self.target, self.fields, self.rows = target, fields, rows
-        self.lengths = np.asarray([len(row.token_ids) for row in rows])
-        self.offsets = np.cumsum([0, *self.lengths], dtype=np.int64)
-        self.tensors: dict[str, Tensor] = {
-            "token_ids": torch.from_numpy(np.concatenate([row.token_ids for row in rows])).to(
-                id_type(target.vocabulary)
-            ),
-            "supervised": torch.from_numpy(np.concatenate([row.supervised for row in rows])),
-            "offsets": torch.from_numpy(self.offsets),
-            "domain_of": torch.tensor([domains.index(row.domain) for row in rows], dtype=id_type(len(domains))),
-        }
+        self.target, self.fields, self.domains = target, fields, domains
         self.taps = tuple(fields["taps"]["blocks"]) if "taps" in fields else ()
         self.bad: set[int] = set()  # rows that are dropped in the end
+        self._lay_out(rows)
+
+    def _lay_out(self, rows: list[Row]) -> None:
+        """Where everything stands: ids and masks row after row, of all else what a row does not share with the one before."""
+        self.rows = rows
+        self.lengths = np.asarray([len(row.token_ids) for row in rows], dtype=np.int64)
+        self.shared = np.asarray([shared_prefix(*pair) for pair in zip([None, *rows], rows, strict=False)], np.int32)
+        own = self.lengths - self.shared
+        self.starts, self.size = np.cumsum(own) - own, int(own.sum())
+        ids, supervised = (
+            [np.zeros(0, dtype), *(getattr(row, name) for row in rows)]
+            for name, dtype in zip(OF_ROWS, (np.int32, np.bool_), strict=True)
+        )
+        self.tensors: dict[str, Tensor] = {
+            "token_ids": torch.from_numpy(np.concatenate(ids)).to(id_type(self.target.vocabulary)),
+            "supervised": torch.from_numpy(np.concatenate(supervised)),
+            "offsets": torch.from_numpy(np.cumsum([0, *self.lengths], dtype=np.int64)),
+            "domain_of": torch.tensor(
+                [self.domains.index(row.domain) for row in rows], dtype=id_type(len(self.domains))
+            ),
+            "shared": torch.from_numpy(self.shared),
+        }
 
     @torch.inference_mode()
     def compute(self, batch_tokens: int, progress: Ticker, tally: Tally) -> tuple[dict[str, Tensor], float]:
         """All tensors, and the mean mass that the kept tokens cover. The longest row is checked against a live pass."""
         for batch in fill_batches(np.argsort(self.lengths, kind="stable"), self.lengths, batch_tokens):
-            ids = collate_rows([self.rows[index] for index in batch]).token_ids.to(self.target.device)
-            output = self.target.forward(ids, taps=self.taps, want_logits=False)
-            self._note_failures(batch, output.taps, output.last, tally)
-            self._store(batch, output.taps, output.last)
+            taps, last = self._forward(batch)
+            self._note_failures(batch, taps, last, tally)
+            self._store(batch, taps, last)
             tally.check()
             progress.advance(int(self.lengths[batch].sum()))
-        self._check_longest()
         if self.bad:
-            self._drop()
-        return self.tensors, kept_mass(self.fields, self.tensors) if len(self.tensors["token_ids"]) else 1.0
+            self._drop(batch_tokens)
+        if not self.rows:
+            return self.tensors, 1.0
+        self._check_longest()
+        uses = torch.zeros(self.size)
+        for index in range(len(self.rows)):
+            for piece in self._pieces(index):
+                uses[piece] += 1
+        return self.tensors, kept_mass(self.fields, self.tensors, uses)
+
+    def _forward(self, batch: list[int]) -> tuple[Tensor | None, Tensor]:
+        ids = collate_rows([self.rows[index] for index in batch]).token_ids.to(self.target.device)
+        output = self.target.forward(ids, taps=self.taps, want_logits=False)
+        return output.taps, output.last
 
     def _note_failures(self, batch: list[int], taps: Tensor | None, last: Tensor, tally: Tally) -> None:
         for field, states in (("taps", taps), ("last", last)):
@@ -204,50 +242,60 @@ class _Shard:
         tally.tried += len(batch)
 
     def _store(self, batch: list[int], taps: Tensor | None, last: Tensor) -> None:
-        """Encode one batch of rows, taps [B, T, A, W] and last [B, T, W]; distributions over all its tokens at once."""
-        lengths = [int(self.lengths[index]) for index in batch]
+        """Encode what the rows of one batch do not share, of taps [B, T, A, W] and last [B, T, W]; distributions over all its
+        tokens at once."""
+        own = [slice(int(self.shared[index]), int(self.lengths[index])) for index in batch]
         for field, states in (("taps", taps), ("last", last[:, :, None])):
             if states is not None and (about := self.fields.get(field)):
                 codec = STATE_CODECS[about["codec"]]
                 for place, index in enumerate(batch):
-                    self._put(index, field, codec.encode(states[place, : lengths[place]], about.get("rotation")))
+                    self._put(index, field, codec.encode(states[place, own[place]], about.get("rotation")))
         about = self.fields["distribution"]
         if (teacher := DISTRIBUTION_CODECS[about["codec"]]).parts:
-            tokens = torch.cat([last[place, :length] for place, length in enumerate(lengths)])
-            uniforms = torch.cat([row_uniforms(self.rows[index].token_ids) for index in batch]).to(last.device)
+            tokens = torch.cat([last[place, span] for place, span in enumerate(own)])
+            drawn_with = [row_uniforms(self.rows[index].token_ids)[own[place]] for place, index in enumerate(batch)]
+            uniforms = torch.cat(drawn_with).to(last.device)
             step = max(1, LOGITS_AT_ONCE // self.target.vocabulary)
             pieces = zip(tokens.split(step), uniforms.split(step), strict=True)
             encoded = [teacher.encode(self.target.head(piece), about["k"], drawn) for piece, drawn in pieces]
-            parts = {part: torch.cat([piece[part] for piece in encoded]).split(lengths) for part in encoded[0]}
+            sizes = [span.stop - span.start for span in own]
+            parts = {part: torch.cat([piece[part] for piece in encoded]).split(sizes) for part in encoded[0]}
             for place, index in enumerate(batch):
                 self._put(index, "distribution", {part: values[place] for part, values in parts.items()})
 
-    def _drop(self) -> None:
-        """Leave out the rows that failed."""
+    def _drop(self, batch_tokens: int) -> None:
+        """Leave out the rows that failed. What one of them stored for a later row, which may have failed too, is made again."""
         kept = [index for index in range(len(self.rows)) if index not in self.bad]
-        spans = [slice(int(self.offsets[index]), int(self.offsets[index + 1])) for index in kept]
-        for name, tensor in self.tensors.items():
-            if name not in ("offsets", "domain_of"):
-                self.tensors[name] = torch.cat([tensor[:0], *(tensor[span] for span in spans)])
-        self.tensors["offsets"] = torch.from_numpy(np.cumsum([0, *self.lengths[kept]], dtype=np.int64))
-        self.tensors["domain_of"] = self.tensors["domain_of"][kept]
+        before, starts, shared = self.tensors, self.starts[kept], self.shared[kept]
+        self._lay_out([self.rows[index] for index in kept])
+        own = self.lengths - self.shared
+        for name in before.keys() - self.tensors.keys():
+            self.tensors[name] = before[name].new_empty((self.size, *before[name].shape[1:]))
+            for place in np.flatnonzero(self.shared >= shared):
+                old, new = int(starts[place] + self.shared[place] - shared[place]), int(self.starts[place])
+                self.tensors[name][new : new + own[place]] = before[name][old : old + own[place]]
+        for batch in fill_batches(np.flatnonzero(self.shared < shared), self.lengths, batch_tokens):
+            self._store(batch, *self._forward(batch))
+
+    def _pieces(self, index: int) -> list[slice]:
+        return own_pieces(self.lengths, self.shared, self.starts, index)
+
+    def _read(self, index: int) -> Callable[[str], Tensor]:
+        start, end = map(int, self.tensors["offsets"][index : index + 2])
+        return row_of(self.tensors.__getitem__, slice(start, end), self._pieces(index))
 
     def _put(self, index: int, field: str, parts: Parts) -> None:
         """Copy a row's parts to their place in the shard."""
-        start, end = int(self.offsets[index]), int(self.offsets[index + 1])
+        start = int(self.starts[index])
         for part, values in parts.items():
             name = tensor_name(field, part)
             if name not in self.tensors:
-                self.tensors[name] = torch.empty((int(self.offsets[-1]), *values.shape[1:]), dtype=values.dtype)
-            self.tensors[name][start:end] = values
+                self.tensors[name] = torch.empty((self.size, *values.shape[1:]), dtype=values.dtype)
+            self.tensors[name][start : start + len(values)] = values
 
     def _check_longest(self) -> None:
-        good = [index for index in range(len(self.rows)) if index not in self.bad]
-        if not good:
-            return
-        index = max(good, key=lambda row: int(self.lengths[row]))
-        start, end = int(self.offsets[index]), int(self.offsets[index + 1])
-        row = decode_row(self.fields, lambda name: self.tensors[name][start:end], self.rows[index].domain)
+        index = int(self.lengths.argmax())
+        row = decode_row(self.fields, self._read(index), self.rows[index].domain)
         if found := self_check(self.target, self.fields, row):
             raise RuntimeError(f"self-check failed for document {self.rows[index].document}: {'; '.join(found)}")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from draftsmith.data.cache.codecs import DISTRIBUTION_CODECS, STATE_CODECS, id_type, tensor_name
@@ -39,8 +38,8 @@ def cache_fields(settings: CacheSettings, width: int, vocabulary: int, blocks: i
 
 
 def bytes_per_token(fields: dict[str, dict[str, Any]]) -> int:
-    """Bytes on disk of one token with all its fields."""
-    total = id_type(fields["distribution"]["vocabulary"]).itemsize + 1  # id and mask
+    """Bytes on disk of one token with all its fields, where no earlier row has it."""
+    total = row_bytes_per_token(fields)
     for field, about in fields.items():
         if field == "distribution":
             total += DISTRIBUTION_CODECS[about["codec"]].bytes_per_token(about["vocabulary"], about.get("k", 0))
@@ -49,14 +48,32 @@ def bytes_per_token(fields: dict[str, dict[str, Any]]) -> int:
     return total
 
 
-def kept_mass(fields: dict[str, dict[str, Any]], tensors: Mapping[str, Tensor]) -> float:
-    """Mean over the tokens of a shard of the probability that the stored tokens cover; 1 where nothing is left out."""
+def row_bytes_per_token(fields: dict[str, dict[str, Any]]) -> int:
+    """Bytes on disk of what each row has of a token, shared or not: id and mask."""
+    return id_type(fields["distribution"]["vocabulary"]).itemsize + 1
+
+
+def kept_mass(fields: dict[str, dict[str, Any]], tensors: Mapping[str, Tensor], uses: Tensor) -> float:
+    """Mean over the tokens of a shard's rows of the probability that the stored tokens cover; 1 where nothing is left out.
+
+    uses: [N], in how many rows each stored token stands.
+    """
     codec = DISTRIBUTION_CODECS[fields["distribution"]["codec"]]
-    return float(codec.mass({part: tensors[tensor_name("distribution", part)] for part in codec.parts}).double().mean())
+    mass = codec.mass({part: tensors[tensor_name("distribution", part)] for part in codec.parts}).double()
+    return float((mass * uses).sum() / uses.sum())
 
 
 def row_uniforms(token_ids: np.ndarray) -> Tensor:
-    """One number in [0, 1) for each token of a row, float64 [T], made from the row's content alone: what is drawn with them
-    depends neither on batches nor on who computes the row."""
-    key = xxhash.xxh3_64_intdigest(np.ascontiguousarray(token_ids, dtype="<i8").tobytes())
-    return torch.from_numpy(np.random.Generator(np.random.Philox(key=key)).random(len(token_ids)))
+    """One number in [0, 1) for each token of a row, float64 [T], made from the tokens up to it alone: what is drawn with them
+    depends neither on batches nor on who computes the row, and rows with a common prefix agree on it."""
+    ids = np.ascontiguousarray(token_ids, dtype=np.uint64)
+    prefixes = np.cumsum(_scrambled(_scrambled(np.arange(len(ids), dtype=np.uint64)) ^ ids), dtype=np.uint64)
+    return torch.from_numpy((_scrambled(prefixes) >> np.uint64(11)) * 2.0**-53)
+
+
+def _scrambled(numbers: np.ndarray) -> np.ndarray:
+    """Whole numbers of 64 bits, mixed so that neighbours look independent (SplitMix64, Steele, Lea and Flood 2014)."""
+    z = numbers + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

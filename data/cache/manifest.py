@@ -13,7 +13,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import publish_json
 from draftsmith.settings import Settings, flat
 
-SCHEMA = 1
+SCHEMA = 2
 NAME = "manifest.json"
 # docs/conventions.md, as data: a reader refuses a cache that was made under others.
 CONVENTIONS = {

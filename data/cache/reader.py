@@ -1,6 +1,9 @@
 """Random access to a cache, memory-mapped: any row, decoded to float32, without reading the others.
 
 Knows shards and codecs. Does not know the target: it only compares fingerprints.
+
+Ids and mask stand in a shard for every row. All else depends on the tokens up to its own alone, so a row of which the first
+tokens are those of the row before (one conversation, fanned out) stores it for the rest only: the reader puts rows together.
 """
 
 from collections import OrderedDict
@@ -21,7 +24,8 @@ from draftsmith.errors import UserError
 from draftsmith.files import digest
 
 OPEN_SHARDS = 32  # a mapped file counts as memory of this process as far as it has been read
-ALWAYS = ("token_ids", "supervised", "offsets", "domain_of")
+OF_ROWS = ("token_ids", "supervised")  # whole for each row, in places that `offsets` tell
+ALWAYS = (*OF_ROWS, "offsets", "domain_of", "shared")
 
 
 class CachedRow(NamedTuple):
@@ -61,15 +65,24 @@ class CacheReader(Sequence[CachedRow]):
         self._handles: OrderedDict[int, Any] = OrderedDict()
         lengths: list[np.ndarray] = []
         domain_of: list[np.ndarray] = []
+        shared: list[np.ndarray] = []
         for number in range(len(manifest.shards)):
             self._check(number)
             lengths.append(np.diff(self._handle(number).get_tensor("offsets").numpy()))
             domain_of.append(self._handle(number).get_tensor("domain_of").numpy().copy())
-        # Sixteen bytes a row are all that grows with their number; the rest stays in the files.
+            shared.append(self._handle(number).get_tensor("shared").numpy().copy())
+        # Some thirty bytes a row are all that grows with their number; the rest stays in the files.
         self._first = np.cumsum([0, *map(len, lengths)])  # row with which each shard begins
         self._domain_of = np.concatenate(domain_of)
         self.lengths: np.ndarray = np.concatenate(lengths)  # int64 [rows]
-        self._starts = np.concatenate([np.cumsum(own) - own for own in lengths])  # first token of a row in its shard
+        self._starts = np.concatenate(
+            [np.cumsum(whole) - whole for whole in lengths]
+        )  # a row's first token in its shard
+        self._shared = np.concatenate(shared)  # int32 [rows]: tokens that the row before has
+        own = [whole - before for whole, before in zip(lengths, shared, strict=True)]
+        self._own_starts = np.concatenate(
+            [np.cumsum(part) - part for part in own]
+        )  # where what only this row has begins
         self.domains: list[str] = manifest.domains
         if not len(self.lengths):
             raise UserError(f"{self.folder}: the cache is empty: all its rows were dropped; make it again")
@@ -98,11 +111,10 @@ class CacheReader(Sequence[CachedRow]):
         return read("token_ids").to(torch.int32).numpy(), read("supervised").numpy()
 
     def _read(self, index: int) -> Callable[[str], Tensor]:
-        """What returns a row's part of a stored tensor: a view of the mapped file."""
-        number = int(np.searchsorted(self._first, index, side="right")) - 1
-        start = int(self._starts[index])
-        end, handle = start + int(self.lengths[index]), self._handle(number)
-        return lambda name: handle.get_slice(name)[start:end]
+        """What returns a row's part of a stored tensor: a view of the mapped file unless the row shares a prefix."""
+        handle = self._handle(int(np.searchsorted(self._first, index, side="right")) - 1)
+        whole = slice(start := int(self._starts[index]), start + int(self.lengths[index]))
+        return row_of(handle.get_slice, whole, own_pieces(self.lengths, self._shared, self._own_starts, index))
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Some rows, padded: what a trainer takes (`draftsmith.train.loop.Source`)."""
@@ -143,6 +155,36 @@ class CacheReader(Sequence[CachedRow]):
             raise UserError(
                 f"{self.folder}: {shard.name} lacks field {missing[0]}; run `draftsmith cache-repair CONFIG`"
             )
+
+
+def own_pieces(lengths: np.ndarray, shared: np.ndarray, starts: np.ndarray, index: int) -> list[slice]:
+    """Where among the stored tokens those of a row stand, in order: its own behind those it shares with the rows before.
+
+    lengths, shared, starts: int [rows], of each row its tokens, how many of them the row before has, and the place of the others.
+    """
+    pieces: list[slice] = []
+    end = int(lengths[index])  # the tokens before it are still to be found
+    for row in range(index, -1, -1):
+        first, start = int(shared[row]), int(starts[row])
+        if first < end:
+            pieces.insert(0, slice(start, start + end - first))
+            end = first
+        if end == 0:
+            break
+    return pieces
+
+
+def row_of(stored: Callable[[str], Any], whole: slice, pieces: list[slice]) -> Callable[[str], Tensor]:
+    """What returns a row's part of the tensors that `stored` returns by name; no copy where it is in one piece."""
+
+    def read(name: str) -> Tensor:
+        tensor = stored(name)
+        if name in OF_ROWS:
+            return tensor[whole]
+        found = [tensor[piece] for piece in pieces]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    return read
 
 
 def decode_row(fields: dict[str, dict[str, Any]], read: Callable[[str], Tensor], domain: str) -> CachedRow:

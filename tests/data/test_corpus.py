@@ -158,9 +158,10 @@ def test_a_bad_row_among_good_ones_is_counted_with_its_place_and_stops_nothing(t
 
 def test_a_stated_group_decides_the_side_be_it_text_or_a_number_and_an_empty_one_states_nothing(tmp_path: Path) -> None:
     rows = [
-        {"text": f"text {index}", "group": group} for index, group in enumerate([*[7] * 20, *["a"] * 20, *[""] * 20])
+        {"text": f"text {index}", "draftsmith_group": group}
+        for index, group in enumerate([*[7] * 20, *["a"] * 20, *[""] * 20])
     ]
-    source = write(tmp_path / "rows.jsonl", [*rows, {"text": "of no character", "group": "\ud800"}])
+    source = write(tmp_path / "rows.jsonl", [*rows, {"text": "of no character", "draftsmith_group": "\ud800"}])
     documents = load_documents(DataSettings(sources=(source,), held_out=0.5))
     sides = sides_of(documents)
     assert len(set(sides[:20])) == len(set(sides[20:40])) == 1

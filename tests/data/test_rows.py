@@ -71,6 +71,6 @@ def test_rows_that_were_not_prepared_and_rows_of_another_version_are_clear_error
         Rows.open(tmp_path, "train")
     rows = tiny_rows(tmp_path, LENGTHS)
     about = rows.folder / "rows.json"
-    about.write_text(about.read_text().replace('"schema": 2', '"schema": 1'))
-    with pytest.raises(UserError, match="rows of schema 1, not 2; run `draftsmith prepare` again"):
+    about.write_text(about.read_text().replace('"schema": 3', '"schema": 1'))
+    with pytest.raises(UserError, match="rows of schema 1, not 3; run `draftsmith prepare` again"):
         Rows.open(tmp_path / "rows", "train")

@@ -3,6 +3,8 @@
 import json
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,22 @@ def test_greedy_outputs_of_every_draft_equal_plain_decoding_on_every_prompt(conf
         greedy = [entry for entry in document["results"] if entry["temperature"] == 0.0]
         assert {entry["domain"] for entry in greedy} == {"chat", "prose"}
         assert all(entry["identical"] == [2, 2] for entry in greedy), draft
+
+
+@pytest.mark.long
+def test_two_processes_cache_the_bytes_of_one(tmp_path: Path) -> None:
+    file = new_config(tmp_path)
+    file.write_text(file.read_text().replace("{k: 16}", "{k: 16, shard_mb: 0.1}"))
+    assert run("cache", file) == 0
+    folder = tmp_path / "runs" / "exp" / "cache"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert len(before) > 4
+    shutil.rmtree(folder)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "draftsmith"]
+    done = subprocess.run([*launch, "cache", str(file)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("cache: done") == 1
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_the_oracle_emits_k_plus_one_tokens_per_verify(config: Path) -> None:

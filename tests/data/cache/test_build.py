@@ -165,8 +165,8 @@ def test_predicted_size_is_within_five_percent(tmp_path: Path, options: dict[str
     real = sum(path.stat().st_size for path in (tmp_path / "cache").glob("shard-*"))
     predicted = cache_bytes(
         CacheSettings(**(FP32 | options)),
-        tokens=rows.tokens,
-        rows=len(rows),
+        lengths=rows.lengths,
+        shared=rows.shared,
         width=target.width,
         vocabulary=target.vocabulary,
         blocks=target.blocks,
@@ -175,7 +175,7 @@ def test_predicted_size_is_within_five_percent(tmp_path: Path, options: dict[str
 
 
 def test_shards_take_rows_in_order_and_one_row_always_fits() -> None:
-    assert shard_plan(np.array([3, 3, 3, 50, 1]), 60, 10) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert shard_plan(np.array([3, 3, 3, 50, 1]), np.zeros(5, int), 60, 10) == [(0, 2), (2, 3), (3, 4), (4, 5)]
 
 
 def test_rows_beyond_the_cap_are_not_cached(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit import tiny_rows, tiny_target
+from kit import in_twos, tiny_rows, tiny_target
 from safetensors.torch import load_file, save_file
 
 from draftsmith.data.cache import build, writer
@@ -129,7 +129,8 @@ def _build_many(folder: Path) -> None:
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
 def test_kills_at_random_moments_change_no_byte(tmp_path: Path, kills: int) -> None:
-    rows = tiny_rows(tmp_path, [30] * 60)
+    rows = in_twos(tiny_rows(tmp_path, [30] * 60))
+    assert np.count_nonzero(rows.shared) == 30
     started = time.monotonic()
     build_cache(tiny_target(), rows, tmp_path / "whole", CacheSettings(**SETTINGS))
     duration, rng, killed = time.monotonic() - started, np.random.default_rng(kills), 0
@@ -322,7 +323,7 @@ def test_a_manifest_cannot_point_out_of_its_folder(tmp_path: Path, name: str) ->
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("half", [b"", b'{"schema_version": 1, "tar', b"\xff\xfe\x00"])
+@pytest.mark.parametrize("half", [b"", b'{"schema_version": 2, "tar', b"\xff\xfe\x00"])
 def test_half_a_manifest_is_named_and_removed_by_repair(tmp_path: Path, half: bytes) -> None:
     make(tmp_path)
     whole = contents(tmp_path / "cache")
@@ -395,7 +396,7 @@ def test_renamed_field_is_named(tmp_path: Path) -> None:
         ("{", "not JSON"),
         ("[]", "schema_version None"),
         ('{"schema_version": 99}', "schema_version 99"),
-        ('{"schema_version": 1}', "field target"),
+        ('{"schema_version": 2}', "field target"),
     ],
 )
 def test_unusable_manifest_is_one_line(tmp_path: Path, text: str | None, message: str) -> None:
