@@ -108,9 +108,9 @@ def _document(place: str, row: Any, source: "Source") -> Document:
     document = Document(place, source.domain or ("chat" if spoken else "prose"), "", *content)
     try:
         # The content, not the line number, decides the side: inserting a row moves no other row across the split.
-        content, stated = document.content(), row.get("group")  # several rows of one conversation say so
-        group = str(stated) if isinstance(stated, str | int) and stated != "" else content
-        (content + group).encode()
+        text, stated = document.content(), row.get("group")  # several rows of one conversation say so
+        group = str(stated) if isinstance(stated, str | int) and stated != "" else text
+        (text + group).encode()
     except UnicodeEncodeError as error:
         message = "half a surrogate pair, which is no character; repair the text"
         raise RowError("half a surrogate pair", message) from error
