@@ -108,11 +108,7 @@ def _document(place: str, row: Any, source: "Source") -> Document:
     document = Document(place, source.domain or ("chat" if spoken else "prose"), "", *content)
     try:
         # The content, not the line number, decides the side: inserting a row moves no other row across the split.
-<<<<<<< HEAD
         text, stated = document.content(), row.get(GROUP)  # several rows of one conversation say so
-=======
-        text, stated = document.content(), row.get("group")  # several rows of one conversation say so
->>>>>>> breaker
         group = str(stated) if isinstance(stated, str | int) and stated != "" else text
         (text + group).encode()
     except UnicodeEncodeError as error:
