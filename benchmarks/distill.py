@@ -52,9 +52,11 @@ LOSSES = (
 COMPARED = ("forward_kl", "adaptive_kl_tv", "negative_log_acceptance")  # with every teacher
 SIZES: dict[str, dict[str, Any]] = {"one block": {"blocks": (3,)}, "two blocks": {"blocks": (0, 3)}}
 LARGER: dict[str, dict[str, Any]] = {"three blocks": {"blocks": (0, 1, 3)}}
+#: The teacher of the default recipe, `CacheSettings()`; all losses are tried with the first of `TEACHERS`.
+DEFAULT_TEACHER = "sampled 64"
 TEACHERS: dict[str, dict[str, Any]] = {
-    "top-k 64": {"k": 64},
-    "top-k 16": {"k": 16},
+    "top-k 64": {"k": 64, "distribution": "topk"},
+    "top-k 16": {"k": 16, "distribution": "topk"},
     "sampled 64": {"k": 64, "distribution": "sampled"},
     "full": {"distribution": "from_last", "last": True, "state_codec": "fp32"},
 }
@@ -287,7 +289,7 @@ def main() -> None:
     make_caches(plan, {job.teacher for job in todo}, cached)
     entries = run_all(plan, todo, arguments.workers)
     trained = time.monotonic()
-    rows = study_rows(entries, str(DistillSettings().loss), next(iter(TEACHERS)), tokens)
+    rows = study_rows(entries, (str(DistillSettings().loss), DEFAULT_TEACHER), next(iter(TEACHERS)), tokens)
     rows += failure_modes(plan, (0.0, 1.0) if arguments.quick else TEMPERATURES)
     # A study that went on where it stopped took what its drafts took, shared between the workers.
     drafts = sum(entry["seconds"][1] for entry in entries) / arguments.workers

@@ -66,8 +66,9 @@ def points(a: np.ndarray, b: np.ndarray) -> dict[str, Any]:
     return interval(100 * (first - second), 100 * (one - two), int(a[..., 1].sum()))
 
 
-def study_rows(entries: list[Entry], default_loss: str, teacher: str, tokens: int) -> list[dict[str, Any]]:
-    """All rows of docs/studies/distill.json that come from trained drafts."""
+def study_rows(entries: list[Entry], default: tuple[str, str], teacher: str, tokens: int) -> list[dict[str, Any]]:
+    """All rows of docs/studies/distill.json that come from trained drafts. default: the recipe's loss and teacher; teacher: the one
+    with which all losses were tried."""
     groups, rows = grouped(entries), []
     for (loss, size, teaches, seen), group in groups.items():
         about = {"loss": loss, "size": size, "teacher": teaches, "tokens": seen, "seeds": len(group)}
@@ -78,38 +79,38 @@ def study_rows(entries: list[Entry], default_loss: str, teacher: str, tokens: in
                 rows.append(
                     {"what": name, **measured, "settings": about | {"domain": domain, "temperature": float(kind)}}
                 )
-    return differences(groups, default_loss, teacher, tokens) + rows
+    return differences(groups, default, teacher, tokens) + rows
 
 
-def differences(groups: dict[Group, list[Entry]], default_loss: str, teacher: str, tokens: int) -> list[dict[str, Any]]:
+def differences(
+    groups: dict[Group, list[Entry]], recipe: tuple[str, str], teacher: str, tokens: int
+) -> list[dict[str, Any]]:
     """The goal, and what is to be read beside it: the other domains, the start, the best loss, and what may limit the gain."""
     size, rows = "two blocks", []
-    default = (default_loss, size, teacher, tokens)
+    loss, taught = recipe
+    default: Group = (loss, size, taught, tokens)
+    same, hard = (loss, size, teacher, tokens), ("cross_entropy", size, teacher, tokens)  # CE reads no teacher
 
     def add(what: str, a: Group, b: Group, domain: str, kind: str = "1", goal: float | None = None) -> None:
         if a in groups and b in groups:
             found = points(*(sums(groups[group], domain, "forced", kind, (0, 1)) for group in (a, b)))
-            row = {"what": what, **found, "settings": {"domain": domain, "loss": a[0], "size": a[1], "tokens": a[3]}}
+            about = {"domain": domain, "loss": a[0], "size": a[1], "teacher": a[2], "tokens": a[3]}
+            row = {"what": what, **found, "settings": about}
             rows.append(row | ({} if goal is None else {"goal": f">= {goal}", "met": found["value"] >= goal}))
 
-    hard = ("cross_entropy", *default[1:])
     gain = "default recipe less hard cross-entropy, points of alpha at T = 1"
     add(gain, default, hard, "code", goal=GOAL)
     for domain in ("prose", "chat", "all"):
         add(gain, default, hard, domain)
-    add(
-        "default recipe less the untrained start, points of alpha at T = 1",
-        default,
-        ("untrained", size, teacher, 0),
-        "code",
-    )
-    rivals = [group for group in groups if group[1:] == default[1:] and group != default]
-    if default in groups and rivals:
+    start: Group = ("untrained", size, teacher, 0)
+    add("default recipe less the untrained start, points of alpha at T = 1", default, start, "code")
+    rivals = [group for group in groups if group[1:] == same[1:] and group != same]
+    if same in groups and rivals:
         best = max(rivals, key=lambda group: resampled(sums(groups[group], "all", "forced", "1", (0, 1)))[0])
-        add("best other loss less the default, points of alpha at T = 1", best, default, "all")
-    for other in dict.fromkeys(group[2] for group in groups if group[2] != teacher):
-        what = f"teacher {other} less the default {teacher}, points of alpha at T = 1"
-        add(what, (default_loss, size, other, tokens), default, "all")
+        add(f"best other loss less {loss}, points of alpha at T = 1", best, same, "all")
+    for other in dict.fromkeys(group[2] for group in groups if group[2] != taught):
+        what = f"teacher {other} less the default {taught}, points of alpha at T = 1"
+        add(what, (loss, size, other, tokens), default, "all")
     for kind, said in (("1 sure", "below"), ("1 unsure", "of at least")):
         add(f"limit, target: {gain} where the target's entropy is {said} 1 nat", default, hard, "code", kind)
     for what, of_size, seen in (
@@ -117,8 +118,9 @@ def differences(groups: dict[Group, list[Entry]], default_loss: str, teacher: st
         ("a larger draft", "three blocks", tokens),
         ("four times the tokens", size, 4 * tokens),
     ):
-        pair = ((loss, of_size, teacher, seen) for loss in (default_loss, "cross_entropy"))
-        add(f"limit, {'data' if seen > tokens else 'capacity'}: {gain}, {what}", *pair, "code")
+        pair = ((name, of_size, teacher, seen) for name in (loss, "cross_entropy"))
+        label = f"limit, {'data' if seen > tokens else 'capacity'}: {loss} less hard cross-entropy, points of alpha at T = 1"
+        add(f"{label}, {what}", *pair, "code")
     return rows
 
 
@@ -134,7 +136,9 @@ Machine: {machine}.
 
 ## What the default recipe is worth
 
-{choice}
+The default is `{default}`. {choice} The full teacher needs the target's last state in the cache, 2 bytes a number in bf16
+(8 kB a token at width 4096); 64 draws take 320 bytes at any width, less than the 384 of the 64 likeliest tokens. Where the
+disk allows it, `cache.distribution: from_last` is the better choice.
 
 {goals}
 
@@ -172,6 +176,7 @@ def page(study: dict[str, Any]) -> str:
         command=study["command"],
         machine=", ".join(f"{key} {value}" for key, value in hardware.items() if not isinstance(value, dict | list)),
         choice=choice(gains),
+        default="{loss} with teacher {teacher}".format(**gains[0]["settings"]) if gains else "",
         goals=goal_table(gains),
         teacher=teacher,
         losses=pivot(base, ("size", "loss", "tokens")),
@@ -186,16 +191,19 @@ def choice(gains: list[dict[str, Any]]) -> str:
     rivals = [row for row in gains if row["what"].startswith(("best other loss", "teacher "))]
     better = [f"{row['settings']['loss']} ({row['what'].partition(' less')[0]})" for row in rivals if row["low"] > 0.0]
     if better:
-        return f"**Better than the default, with the whole interval above 0: {', '.join(better)}.**"
-    return "No other loss and no other teacher is better than the default with its whole interval above 0."
+        return f"Better than it, with the whole interval above 0: {', '.join(better)}."
+    return "No other loss and no other teacher is better with its whole interval above 0."
 
 
 def goal_table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| what | on | loss, size, tokens | points | 95 % | goal | met |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| what | on | loss, teacher, size, tokens | points | 95 % | goal | met |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         about = row["settings"]
         met = {True: "yes", False: "**no**"}.get(row.get("met"), "")
-        setting = f"{about['loss']}, {about['size']}, {about['tokens']:,}"
+        setting = f"{about['loss']}, {about['teacher']}, {about['size']}, {about['tokens']:,}"
         lines.append(
             f"| {row['what']} | {about['domain']} | {setting} | {row['value']:.1f} | {row['low']:.1f} – {row['high']:.1f} "
             f"| {row.get('goal', '')} | {met} |"

@@ -58,7 +58,7 @@ def known(kind: str) -> dict[str, bytes]:
         if kind in ("cache", "rows"):
             rows = tiny_rows(folder, [9, 12, 7])
             if kind == "cache":
-                build_cache(target, rows, place, CacheSettings(k=4))
+                build_cache(target, rows, place, CacheSettings(distribution="topk", k=4))
         elif kind == "run":
             write_run(place)
         elif kind == "head":

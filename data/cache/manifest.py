@@ -47,7 +47,7 @@ class CacheSettings(Settings):
     state_codec: Literal["fp32", "bf16", "fp8", "int8", "int4"] = "bf16"
     # topk: the likeliest tokens and the mass of the rest; topk8: the same, log-probabilities in a byte; sampled: unbiased
     # draws; from_last: nothing, it is computed again from the last state, which is then stored: as exactly as state_codec is.
-    distribution: Literal["topk", "topk8", "sampled", "from_last"] = "topk"
+    distribution: Literal["topk", "topk8", "sampled", "from_last"] = "sampled"
     k: int = Field(64, ge=1)  # likeliest tokens kept of each distribution, or draws from it
     last: bool = False  # only EAGLE-1, Medusa and from_last take the last state as input
     batch_tokens: int = Field(4096, ge=1)

@@ -73,7 +73,9 @@ def files_of(about):
 
 
 def settings_for(about, **more):
-    return CacheSettings(**{"imported": about, "state_codec": "fp32", "last": True, "k": 8, **more})
+    return CacheSettings(
+        **{"distribution": "topk", "imported": about, "state_codec": "fp32", "last": True, "k": 8, **more}
+    )
 
 
 @pytest.fixture
@@ -87,7 +89,12 @@ def test_an_imported_fp32_dump_equals_our_own_cache(form, flavour, rows, tmp_pat
     target = tiny_target(flavour)
     about = DUMPS[form](target, rows, tmp_path / "dump", torch.float32)
     import_states(target, settings_for(about), tmp_path / "run" / "cache")
-    build_cache(target, rows, tmp_path / "own", CacheSettings(taps=TAPS, state_codec="fp32", last=True, k=8))
+    build_cache(
+        target,
+        rows,
+        tmp_path / "own",
+        CacheSettings(distribution="topk", taps=TAPS, state_codec="fp32", last=True, k=8),
+    )
     imported, own = CacheReader(tmp_path / "run" / "cache", target.fingerprint()), CacheReader(tmp_path / "own")
     assert imported.manifest.fields == own.manifest.fields
     assert len(imported) == len(own) == len(LENGTHS)
@@ -106,7 +113,12 @@ def test_a_bf16_dump_is_off_by_its_own_rounding_only(form, rows, tmp_path):
     target = tiny_target()
     about = DUMPS[form](target, rows, tmp_path / "dump", torch.bfloat16)
     import_states(target, settings_for(about), tmp_path / "run" / "cache")
-    build_cache(target, rows, tmp_path / "own", CacheSettings(taps=TAPS, state_codec="fp32", last=True, k=8))
+    build_cache(
+        target,
+        rows,
+        tmp_path / "own",
+        CacheSettings(distribution="topk", taps=TAPS, state_codec="fp32", last=True, k=8),
+    )
     for ours, theirs in zip(CacheReader(tmp_path / "own"), CacheReader(tmp_path / "run" / "cache"), strict=True):
         for a, b in ((ours.taps, theirs.taps), (ours.last, theirs.last)):
             error = abs(a - b).max(-1) / abs(a).max(-1)

@@ -36,7 +36,12 @@ def test_logits_rebuilt_from_the_cache_are_the_models_own_and_batching_changes_n
     caches = []
     for batch_tokens in (1, 1000):
         folder = tmp_path / str(batch_tokens)
-        build_cache(target, rows, folder, CacheSettings(state_codec="fp32", last=True, k=8, batch_tokens=batch_tokens))
+        build_cache(
+            target,
+            rows,
+            folder,
+            CacheSettings(distribution="topk", state_codec="fp32", last=True, k=8, batch_tokens=batch_tokens),
+        )
         caches.append(CacheReader(folder, target.fingerprint()))
     for alone, padded in zip(*caches, strict=True):
         ids = torch.from_numpy(alone.token_ids).long()[None]

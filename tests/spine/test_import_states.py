@@ -14,7 +14,7 @@ CONFIG = """
 run_root: {root}/runs
 data: {{sources: [{{kind: json, path: {root}/rows.jsonl}}], max_length: 64, held_out: 0.3}}
 target: {{path: {target}}}
-cache: {{k: 16, taps: [0, 1, 2]}}
+cache: {{distribution: topk, k: 16, taps: [0, 1, 2]}}
 eagle: {{head: {{rollouts: 1, tokens: 200, batch_tokens: 128, validations: 1, held_out_rows: 1}}}}
 evaluation: {{drafts: [head]}}
 tracking: {{trackers: []}}

@@ -22,7 +22,7 @@ target:
   device: cpu
   scratch: {{vocabulary: 300, width: 32, blocks: 4, heads: 2, kv_heads: 1, intermediate: 48, context: 128,
             tokens: 3000, batch_tokens: 256}}
-cache: {{k: 16}}
+cache: {{distribution: topk, k: 16}}
 distill: {{tokens: 2000, batch_tokens: 256, validations: 1, held_out_rows: 2}}
 eagle:
   eagle3-no-rollout: {{rollouts: 1, tokens: 2000, batch_tokens: 256, validations: 1, held_out_rows: 2}}
@@ -95,7 +95,7 @@ def test_greedy_outputs_of_every_draft_equal_plain_decoding_on_every_prompt(conf
 @pytest.mark.long
 def test_two_processes_cache_the_bytes_of_one(tmp_path: Path) -> None:
     file = new_config(tmp_path)
-    file.write_text(file.read_text().replace("{k: 16}", "{k: 16, shard_mb: 0.1}"))
+    file.write_text(file.read_text().replace("k: 16}", "k: 16, shard_mb: 0.1}"))
     assert run("cache", file) == 0
     folder = tmp_path / "runs" / "exp" / "cache"
     before = {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -46,7 +46,9 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     target = Target.load(tiny_target_folder(folder))
     rows = tiny_rows(folder, [12 + i % 20 for i in range(24)])
-    build_cache(target, rows, folder / "cache", CacheSettings(state_codec="fp32", taps="none", k=16))
+    build_cache(
+        target, rows, folder / "cache", CacheSettings(distribution="topk", state_codec="fp32", taps="none", k=16)
+    )
     return target, CacheReader(folder / "cache", target.fingerprint()), rows
 
 
@@ -78,7 +80,9 @@ def test_with_a_tied_or_a_shared_head_a_stopped_run_continues_bit_equal(tmp_path
     """FAULTS 33, 36, 48 for draft LMs: the checkpoint holds a tied matrix once and a frozen one never."""
     target = tiny_target(flavour)
     rows = tiny_rows(tmp_path, [12 + i % 20 for i in range(12)])
-    build_cache(target, rows, tmp_path / "cache", CacheSettings(state_codec="fp32", taps="none", k=16))
+    build_cache(
+        target, rows, tmp_path / "cache", CacheSettings(distribution="topk", state_codec="fp32", taps="none", k=16)
+    )
     reader = CacheReader(tmp_path / "cache", target.fingerprint())
     settings = DistillSettings(**(QUICK | {"batch_tokens": 128}), head=head)
 

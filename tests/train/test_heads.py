@@ -128,7 +128,9 @@ def test_a_medusa_head_is_taught_the_targets_distribution_at_the_position_it_pre
 )
 def test_every_kind_trains_is_loaded_by_its_path_and_decodes_exactly(tmp_path, target, settings):
     rows = tiny_rows(tmp_path, [24, 30, 18, 40, 26, 33])
-    build_cache(target, rows, tmp_path / "cache", CacheSettings(state_codec="fp32", last=True, k=20))
+    build_cache(
+        target, rows, tmp_path / "cache", CacheSettings(distribution="topk", state_codec="fp32", last=True, k=20)
+    )
     reader = CacheReader(tmp_path / "cache")
     options = EagleTrainSettings(tokens=600, batch_tokens=64, matrix_lr=0.02, other_lr=0.01, **settings)
     summary = train_eagle(target, reader, rows, options, tmp_path / "head", 0)
@@ -144,7 +146,7 @@ def test_every_kind_trains_is_loaded_by_its_path_and_decodes_exactly(tmp_path, t
 
 def test_a_vocabulary_for_a_share_of_the_tokens_covers_it_and_is_no_larger_than_needed(tmp_path, target):
     rows = tiny_rows(tmp_path, [200] * 10)
-    build_cache(target, rows, tmp_path / "cache", CacheSettings(k=2))
+    build_cache(target, rows, tmp_path / "cache", CacheSettings(distribution="topk", k=2))
     reader = CacheReader(tmp_path / "cache")
     counts = supervised_counts(reader, target.vocabulary)
     vocabulary = draft_vocabulary(reader, target, 0.5)

@@ -29,7 +29,7 @@ def made(tmp_path):
     """A target, a cache of 24 short rows of it, and rows that stand in for held-out ones."""
     target = tiny_target()
     rows = tiny_rows(tmp_path, [12 + i % 20 for i in range(24)])
-    build_cache(target, rows, tmp_path / "cache", CacheSettings(state_codec="fp32", k=16))
+    build_cache(target, rows, tmp_path / "cache", CacheSettings(distribution="topk", state_codec="fp32", k=16))
     return target, CacheReader(tmp_path / "cache", target.fingerprint()), rows
 
 
@@ -102,7 +102,7 @@ def only_first_two(lengths, folder):
 def test_a_run_that_can_train_nothing_is_refused_and_so_is_held_out_text_that_measures_nothing(made, tmp_path):
     target, reader, rows = made
     short = only_first_two([8] * 6, tmp_path)
-    build_cache(target, short, tmp_path / "of-short", CacheSettings(k=4))
+    build_cache(target, short, tmp_path / "of-short", CacheSettings(distribution="topk", k=4))
     settings = EagleTrainSettings(**QUICK | {"tokens": 60, "validations": 1}, rollouts=1)
     with pytest.raises(UserError, match=r"nothing trained in .* supervised token after its token 2"):
         train_eagle(target, CacheReader(tmp_path / "of-short"), rows, settings, tmp_path / "a", seed=0)

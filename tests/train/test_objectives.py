@@ -199,7 +199,7 @@ def test_a_pruned_head_trains_and_reports_coverage_and_ceiling(loss, tmp_path):
     """FAULTS 40 and 42: V = 152 above a tokenizer of 150, V_d = 144: it learns, and its acceptance stays below the ceiling."""
     target = tiny_target(vocabulary=152)
     rows = tiny_rows(tmp_path, [12 + i % 20 for i in range(24)])
-    build_cache(target, rows, tmp_path / "cache", CacheSettings(state_codec="fp32", k=16))
+    build_cache(target, rows, tmp_path / "cache", CacheSettings(distribution="topk", state_codec="fp32", k=16))
     reader = CacheReader(tmp_path / "cache", target.fingerprint())
     logged = []
     settings = EagleTrainSettings(

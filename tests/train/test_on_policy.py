@@ -27,7 +27,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     target = tiny_target()
     rows = tiny_rows(folder, [12 + i % 20 for i in range(12)])
-    build_cache(target, rows, folder / "cache", CacheSettings(state_codec="fp32", last=True, k=16))
+    build_cache(target, rows, folder / "cache", CacheSettings(distribution="topk", state_codec="fp32", last=True, k=16))
     return target, CacheReader(folder / "cache", target.fingerprint()), rows
 
 

@@ -51,7 +51,7 @@ class Rows:
 def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, CacheReader, HeldOut]:
     folder, target = tmp_path_factory.mktemp("ranks"), tiny_target()
     rows = tiny_rows(folder, [6 + i % 11 for i in range(30)])
-    build_cache(target, rows, folder / "cache", CacheSettings(state_codec="fp32", k=8))
+    build_cache(target, rows, folder / "cache", CacheSettings(distribution="topk", state_codec="fp32", k=8))
     reader = CacheReader(folder / "cache", target.fingerprint())
     return target, reader, HeldOut.of(target, [rows[0]], reader.taps)
 

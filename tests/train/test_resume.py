@@ -45,7 +45,7 @@ class Bench:
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder, target = tmp_path_factory.mktemp("resume"), tiny_target()
     rows = tiny_rows(folder, [12 + i % 20 for i in range(24)])
-    build_cache(target, rows, folder / "cache", CacheSettings(state_codec="fp32", k=8))
+    build_cache(target, rows, folder / "cache", CacheSettings(distribution="topk", state_codec="fp32", k=8))
     reader = CacheReader(folder / "cache", target.fingerprint())
     return Bench(target, reader, HeldOut.of(target, [rows[0], rows[1]], reader.taps))
 

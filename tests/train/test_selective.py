@@ -55,7 +55,9 @@ def test_the_share_of_predictions_with_the_largest_gap_to_the_reference_weighs_o
 def test_a_share_of_the_tokens_changes_what_distill_trains_and_all_of_them_change_nothing(tmp_path):
     target = tiny_target()
     rows = tiny_rows(tmp_path, [12 + i % 20 for i in range(12)])
-    build_cache(target, rows, tmp_path / "cache", CacheSettings(state_codec="fp32", taps="none", k=16))
+    build_cache(
+        target, rows, tmp_path / "cache", CacheSettings(distribution="topk", state_codec="fp32", taps="none", k=16)
+    )
     reader = CacheReader(tmp_path / "cache", target.fingerprint())
     quick = {"tokens": 500, "batch_tokens": 128, "validations": 1, "held_out_rows": 2}
     references = {"one": [0, 2], "another": [1]}

@@ -22,7 +22,7 @@ from draftsmith.errors import UserError
 from draftsmith.models.target import Target, choose_taps
 
 LENGTHS = (1, 200, 2, 37, 8, 120, 9, 64)
-FP32 = {"state_codec": "fp32", "k": 16, "last": True, "batch_tokens": 400, "shard_mb": 0.1}
+FP32 = {"distribution": "topk", "state_codec": "fp32", "k": 16, "last": True, "batch_tokens": 400, "shard_mb": 0.1}
 
 
 def cached(tmp_path: Path, target: Any, rows: Rows, name: str = "cache", **options: Any) -> CacheReader:

@@ -39,7 +39,7 @@ def live_logits(target: Target, token_ids: np.ndarray) -> torch.Tensor:
 
 
 def test_bytes_per_token_of_a_known_cache() -> None:
-    settings = CacheSettings(taps=(0, 1, 2), k=64, last=True)
+    settings = CacheSettings(distribution="topk", taps=(0, 1, 2), k=64, last=True)
     assert bytes_per_token(cache_fields(settings, 256, 4000, 4)) == 2 + 1 + 3 * 512 + 512 + 64 * (2 + 4)
     settings = CacheSettings(taps=(0, 1, 2), k=32, state_codec="int4", distribution="topk8")
     assert bytes_per_token(cache_fields(settings, 256, 4000, 4)) == 2 + 1 + 3 * (128 + 2) + 32 * (2 + 1) + 6

@@ -28,7 +28,7 @@ from draftsmith.data.corpus import DataSettings
 from draftsmith.data.rows import Rows, write_rows
 from draftsmith.errors import UserError
 
-SETTINGS = {"k": 8, "batch_tokens": 100, "shard_mb": 0.01}  # about 40 tokens a shard
+SETTINGS = {"distribution": "topk", "k": 8, "batch_tokens": 100, "shard_mb": 0.01}  # about 40 tokens a shard
 LENGTHS = [30] * 5
 
 

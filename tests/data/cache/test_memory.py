@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 reader.OPEN_SHARDS = 4
 folder, count = Path(sys.argv[1]), int(sys.argv[2])
 rows, target = tiny_rows(folder, [250] * count), tiny_target(hidden_size=256)
-settings = CacheSettings(taps=(0, 1, 2, 3), state_codec="fp32", last=True, k=8, shard_mb=2, batch_tokens=1000)
+settings = CacheSettings(distribution="topk", taps=(0, 1, 2, 3), state_codec="fp32", last=True, k=8, shard_mb=2, batch_tokens=1000)
 build_cache(target, rows, folder / "cache", settings)
 peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]
 for row in CacheReader(folder / "cache"):

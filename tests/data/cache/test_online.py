@@ -23,7 +23,7 @@ FEW_STEPS = {"tokens": 800, "batch_tokens": 128, "validations": 1, "held_out_row
 
 
 def both(tmp_path: Path, **options: Any) -> tuple[Any, Any, CacheReader, OnlineRows]:
-    settings = CacheSettings(**({"state_codec": "fp32", "k": 16, "last": True} | options))
+    settings = CacheSettings(**({"distribution": "topk", "state_codec": "fp32", "k": 16, "last": True} | options))
     target, rows = tiny_target(), tiny_rows(tmp_path, [12 + i % 20 for i in range(24)])
     build_cache(target, rows, tmp_path / "cache", settings)
     return target, rows, CacheReader(tmp_path / "cache"), OnlineRows(target, rows, settings)
@@ -70,20 +70,20 @@ def test_a_few_steps_of_both_trainers_have_the_losses_of_a_cached_run(tmp_path: 
 
 def test_a_target_that_computes_nan_is_named(tmp_path: Path) -> None:
     target, rows = tiny_target(), tiny_rows(tmp_path, (9,))
-    online = OnlineRows(target, rows, CacheSettings(k=4))
+    online = OnlineRows(target, rows, CacheSettings(distribution="topk", k=4))
     target.model.model.norm.weight.data[3] = float("nan")
     with pytest.raises(UserError, match="last are not finite in document document-0"):
         online.batch([0])
 
 
 def test_identity_changes_with_target_rows_and_what_is_kept_as_that_of_a_cache_does(tmp_path: Path) -> None:
-    settings = CacheSettings(k=16)
+    settings = CacheSettings(distribution="topk", k=16)
     target, rows = tiny_target(), tiny_rows(tmp_path, [12, 20])
     own = OnlineRows(target, rows, settings).identity
     assert own == OnlineRows(target, rows, settings).identity
     others = [
         OnlineRows(tiny_target(seed=1), rows, settings),
         OnlineRows(target, tiny_rows(tmp_path / "other", [12, 20], seed=1), settings),
-        OnlineRows(target, rows, CacheSettings(k=8)),
+        OnlineRows(target, rows, CacheSettings(distribution="topk", k=8)),
     ]
     assert len({own, *(other.identity for other in others)}) == 4

@@ -25,7 +25,7 @@ from draftsmith.data.prepare import prepare
 from draftsmith.data.rows import Row, Rows, write_rows
 from draftsmith.models.target import Target
 
-SETTINGS = {"state_codec": "fp32", "k": 8, "last": True, "batch_tokens": 300}
+SETTINGS = {"distribution": "topk", "state_codec": "fp32", "k": 8, "last": True, "batch_tokens": 300}
 POISON = 5  # a token that no random row has
 
 

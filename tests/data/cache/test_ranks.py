@@ -21,7 +21,7 @@ from draftsmith.data.rows import Rows, write_rows
 from draftsmith.data.tokenizer import tokenizer_digest
 from draftsmith.errors import UserError
 
-SETTINGS = CacheSettings(k=8, batch_tokens=100, shard_mb=0.01)  # about 40 tokens a shard
+SETTINGS = CacheSettings(distribution="topk", k=8, batch_tokens=100, shard_mb=0.01)  # about 40 tokens a shard
 POISON = 5  # a token that no random row has
 
 
