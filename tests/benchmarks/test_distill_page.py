@@ -31,7 +31,7 @@ def entries(default: float):
 
 @pytest.mark.parametrize(("default", "met"), [(0.56, True), (0.54, False)])
 def test_the_goal_is_points_of_alpha_over_hard_cross_entropy_on_code(default, met):
-    rows = study_rows(entries(default), "forward_kl", "top-k 64", 1000)
+    rows = study_rows(entries(default), ("forward_kl", "top-k 64"), "top-k 64", 1000)
     [goal] = [row for row in rows if "goal" in row]
     assert goal["value"] == pytest.approx(100 * (default - 0.5))
     assert (goal["goal"], goal["met"], goal["settings"]["domain"]) == (">= 5.0", met, "code")
@@ -57,7 +57,7 @@ def test_the_page_holds_the_rows_numbers_and_says_what_is_missed_and_what_is_slo
     speed = {"value": 0.7, "low": 0.6, "high": 0.8, "count": 4}
     about = {"domain": "code", "temperature": 1.5, "drafting": "greedy"}
     slow = {"what": "failure mode: speed-up, demo target", **speed, "settings": about}
-    rows = [*study_rows(entries(0.54), "forward_kl", "top-k 64", 1000), slow]
+    rows = [*study_rows(entries(0.54), ("forward_kl", "top-k 64"), "top-k 64", 1000), slow]
     text = page({"environment": {"cores": 2}, "command": "make study-distill", "rows": rows})
     assert "| 4.0 | 4.0 – 4.0 | >= 5.0 | **no** |" in text
     assert "Slower than plain decoding in 1 of 1 settings" in text

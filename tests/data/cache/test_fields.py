@@ -28,7 +28,14 @@ ALONE = {"batch_tokens": 1}  # rows pass the target one by one, as a live pass d
 
 
 def cached(tmp_path: Path, target: Target, rows: Rows, name: str = "cache", **options: Any) -> CacheReader:
-    settings = {"state_codec": "fp32", "k": 16, "last": True, "batch_tokens": 200, "shard_mb": 1.0}
+    settings = {
+        "distribution": "topk",
+        "state_codec": "fp32",
+        "k": 16,
+        "last": True,
+        "batch_tokens": 200,
+        "shard_mb": 1.0,
+    }
     build_cache(target, rows, tmp_path / name, CacheSettings(**(settings | options)))
     return CacheReader(tmp_path / name, target.fingerprint())
 
