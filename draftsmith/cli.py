@@ -231,7 +231,9 @@ def report(
 def plan(
     config: ConfigPath,
     overrides: Overrides = None,
-    tokens_per_second: Annotated[float | None, typer.Option(min=1, help="the target's rate: tells the time")] = None,
+    tokens_per_second: Annotated[
+        float | None, typer.Option(min=1, help="tokens/s of the target; tells how long caching takes")
+    ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="time one batch of the target for that")] = False,
 ) -> None:
     """Say what would run and what it needs; run nothing."""
@@ -293,7 +295,7 @@ def chat(
     draft: Annotated[str | None, typer.Option(help="folder of a draft LM or EAGLE head; none: plain decoding")] = None,
     k: Annotated[int, typer.Option("-K", "--k", min=1, help="tokens drafted per verify")] = 5,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 200,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens of one answer at most")] = 200,
     seed: Annotated[int | None, typer.Option(help="makes sampled answers repeatable")] = None,
 ) -> None:
     """Chat at the terminal; accepted draft tokens are coloured by their depth. Ends with Ctrl-D."""
