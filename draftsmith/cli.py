@@ -202,7 +202,7 @@ def distill(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command("train-eagle")
 def train_eagle(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Train the config's EAGLE heads on the cache."""
+    """Train the config's heads (EAGLE, Medusa) on the cache."""
     _run(_load(config, overrides), "train-eagle")
 
 
@@ -292,7 +292,7 @@ def cache_repair(config: ConfigPath, overrides: Overrides = None) -> None:
 @app.command()
 def chat(
     target: Annotated[str, typer.Option(help="folder or hub name of the target")],
-    draft: Annotated[str | None, typer.Option(help="folder of a draft LM or EAGLE head; none: plain decoding")] = None,
+    draft: Annotated[str | None, typer.Option(help="folder of a draft LM or head; none: plain decoding")] = None,
     k: Annotated[int, typer.Option("-K", "--k", min=1, help="tokens drafted per verify")] = 5,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens of one answer at most")] = 200,
