@@ -57,17 +57,17 @@ class Source(Settings):
 
 
 class DataSettings(Settings):
-    """What is prepared: the sources, the length of a row in tokens, the held-out share and the caps on tokens.
+    """What is prepared.
 
-    workers: processes that tokenise, 0 for one a core; the rows do not depend on it.
+    sources: where documents come from; max_length: of a row, in tokens; held_out: share of the documents; train_tokens,
+    held_out_tokens: cap on the tokens of a domain; a domain without a cap is taken whole. seed: of the order in which documents
+    are taken and rows stand. workers: processes that tokenise, 0 for one a core; the rows do not depend on it.
     """
 
     sources: tuple[Source, ...] = (Source(),)
     max_length: int = Field(512, ge=2)
     held_out: float = Field(0.05, gt=0.0, lt=1.0)
-    train_tokens: dict[str, PositiveInt] = Field(
-        default_factory=dict
-    )  # cap per domain; one without a cap is taken whole
+    train_tokens: dict[str, PositiveInt] = Field(default_factory=dict)
     held_out_tokens: dict[str, PositiveInt] = Field(default_factory=dict)
     seed: int = Field(0, ge=0, lt=SEEDS)
     turns: Literal["all", "last"] = "all"  # of a conversation: supervise every answer, or the last alone

@@ -39,7 +39,9 @@ class RegenerateSettings(Settings):
 
     base_url: of an OpenAI-compatible server, such as http://localhost:8000/v1; model: its name there. api_key_env: the
     environment variable that holds the key. concurrency: conversations under way at once (locally: rows of a batch).
-    token_ids: ask the server for the ids that it read and generated (`return_token_ids`, as vLLM knows it).
+    token_ids: ask the server for the ids that it read and generated (`return_token_ids`, as vLLM knows it). temperature (0: greedy)
+    and top_p: how answers are sampled; max_new_tokens: of one answer; seed: of the sampling, here and where a server heeds it.
+    timeout: seconds for one answer of a server; retries: of one request, after 429, 5xx, timeouts and lost connections.
     """
 
     base_url: str | None = None
@@ -51,8 +53,8 @@ class RegenerateSettings(Settings):
     max_new_tokens: int = Field(512, ge=1)
     seed: int = Field(0, ge=0, lt=SEEDS)
     concurrency: int = Field(32, ge=1)
-    timeout: float = Field(600.0, gt=0.0)  # seconds for one answer of a server
-    retries: int = Field(6, ge=0)  # of one request, after 429, 5xx, timeouts and lost connections
+    timeout: float = Field(600.0, gt=0.0)
+    retries: int = Field(6, ge=0)
 
     @model_validator(mode="after")
     def _server_or_none(self) -> Self:

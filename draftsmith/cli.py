@@ -202,7 +202,7 @@ def distill(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command("train-eagle")
 def train_eagle(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Train the config's EAGLE heads on the cache."""
+    """Train the config's heads (EAGLE, Medusa) on the cache."""
     _run(_load(config, overrides), "train-eagle")
 
 
@@ -231,7 +231,9 @@ def report(
 def plan(
     config: ConfigPath,
     overrides: Overrides = None,
-    tokens_per_second: Annotated[float | None, typer.Option(min=1, help="the target's rate: tells the time")] = None,
+    tokens_per_second: Annotated[
+        float | None, typer.Option(min=1, help="tokens/s of the target; tells how long caching takes")
+    ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="time one batch of the target for that")] = False,
 ) -> None:
     """Say what would run and what it needs; run nothing."""
@@ -290,10 +292,10 @@ def cache_repair(config: ConfigPath, overrides: Overrides = None) -> None:
 @app.command()
 def chat(
     target: Annotated[str, typer.Option(help="folder or hub name of the target")],
-    draft: Annotated[str | None, typer.Option(help="folder of a draft LM or EAGLE head; none: plain decoding")] = None,
+    draft: Annotated[str | None, typer.Option(help="folder of a draft LM or head; none: plain decoding")] = None,
     k: Annotated[int, typer.Option("-K", "--k", min=1, help="tokens drafted per verify")] = 5,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 200,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens of one answer at most")] = 200,
     seed: Annotated[int | None, typer.Option(help="makes sampled answers repeatable")] = None,
 ) -> None:
     """Chat at the terminal; accepted draft tokens are coloured by their depth. Ends with Ctrl-D."""

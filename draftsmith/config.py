@@ -31,9 +31,11 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"  # a folder's name, and no dot, so that ov
 
 
 class TargetSettings(Settings):
-    """The model p. Without `path` the stage `target` trains one from scratch as `scratch` says.
+    """The model p. Without `path` (a folder or hub name) the stage `target` trains one from scratch as `scratch` says.
 
-    device: `auto` is `cpu`. GPU devices come with a later version: decoding builds its tensors on the CPU.
+    dtype: in which weights are loaded and forward passes are computed; device: `auto` is `cpu`. GPU devices come with a later
+    version: decoding builds its tensors on the CPU. trust_remote_code: run Python code that comes with the model, off unless you
+    trust its author.
     """
 
     path: str | None = None
@@ -51,14 +53,23 @@ class TargetSettings(Settings):
 
 
 class TrackingSettings(Settings):
-    """Where training curves go besides the run folder. An empty list switches tracking off."""
+    """Where training curves go besides the run folder.
+
+    trackers: an empty list switches tracking off; project: the name under which W&B, TensorBoard and trackio group runs.
+    """
 
     trackers: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ("wandb",)
     project: str = Field("draftsmith", min_length=1)
 
 
 class Config(Settings):
-    """One experiment."""
+    """One experiment.
+
+    name: of the run folder, unless given the config file's; seed: of a target from scratch and of every draft's training;
+    run_root: the folder that holds run folders. target: the model p; data: what is prepared; regenerate: how the target answers
+    the data's questions; cache: what of the target is kept; distill: the draft LM; eagle: heads by their names, EAGLE or Medusa;
+    evaluation: what is decoded; tracking: where training curves go.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = Field(0, ge=0, lt=SEEDS)

@@ -8,8 +8,15 @@ from draftsmith.settings import SEEDS, Settings
 
 
 class EvalSettings(Settings):
-    """What is decoded. prompts: per domain; prompt_tokens: how much of a held-out text is given; batch: prompts decoded at once
-    (the result does not depend on it); timed_prompts: per domain, decoded one at a time for the speed-up (0: not measured)."""
+    """What is decoded, and how.
+
+    drafts: names of built-in drafts and of `eagle`; domains: of the held-out rows (null: all that there are); temperatures: each
+    is measured by itself, 0 is greedy; K: tokens drafted per verify; drafting: at a temperature above 0 the draft's tokens are
+    sampled, or its likeliest ones (greedy); top_k, top_p: cut the distribution that is sampled (null: not).
+    prompts: per domain; prompt_tokens: how much of a held-out text is given; max_new_tokens: generated for each prompt at most;
+    batch: prompts decoded at once (the result does not depend on it); timed_prompts: per domain, decoded one at a time for the
+    speed-up (0: not measured); seed: of the prompts' random streams.
+    """
 
     drafts: tuple[str, ...] = Field(("untrained", "distilled", "prompt-lookup", "oracle"), min_length=1)
     domains: tuple[str, ...] | None = None

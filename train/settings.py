@@ -25,9 +25,11 @@ class TrainSettings(Settings):
     jensen_shannon, 0 is KL(p ‖ q), 1 is KL(q ‖ p); eta: of adaptive_kl_tv; rest: how the mass of a top-k cache's unlisted tokens
     counts as acceptance, bucket (not at all) or tail (as far as the draft has mass there, too); temperature: of distillation, for
     target and draft alike, 1 unless the cache keeps the whole distribution.
-    tokens: how many cached tokens it sees in all (rows come again in a new order each epoch); matrix_lr: of Muon, for hidden
-    matrices; other_lr: of AdamW, for heads, embeddings and norms; warmup: share of the steps; clip: norm of the gradient, 0 for
-    none; validations: how often held-out acceptance is measured, on held_out_rows rows; patience: stop after so many validations
+    tokens: how many cached tokens it sees in all (rows come again in a new order each epoch); batch_tokens: of one micro-batch,
+    padding included; accumulate: micro-batches of an optimiser step; matrix_lr: of Muon, for hidden matrices; other_lr: of AdamW,
+    for heads, embeddings and norms; weight_decay: of matrices, heads and embeddings; warmup: share of the steps; clip: norm of
+    the gradient, 0 for none; log_every: steps between two lines of training.jsonl.
+    validations: how often held-out acceptance is measured, on held_out_rows rows; patience: stop after so many validations
     without a better one, 0 for never; checkpoint_every: steps between two checkpoints; bad_rows: share of the rows that may be
     unreadable, each counted and left out.
     """
@@ -201,12 +203,14 @@ class EagleTrainSettings(TrainSettings):
 class ScratchSettings(Settings):
     """Shape and training of a target from scratch.
 
-    vocabulary: entries of tokenizer, embedding and head; intermediate: of the gated MLP; context: positions;
-    bigram_epochs: passes over the pairs of tokens by which embedding and head start (`train.bigram`), 0 for none;
-    embedding_lr, other_lr: low, or training unlearns those pairs; without them about 0.03 and 0.006 are right;
-    tokens: seen in training, all epochs together; balance: a domain of n tokens is drawn with weight n^balance
-    (1: as found, 0: all alike); warmup: share of the steps; clip: norm of the gradient, 0 for none; held_out_tokens:
-    measured per domain.
+    vocabulary: entries of tokenizer, embedding and head; width: of the states; blocks: attention and MLP, one after the other;
+    heads, kv_heads: of the attention; intermediate: of the gated MLP; context: positions; tied: embedding and head are one matrix.
+    bigram_epochs: passes over the pairs of tokens by which embedding and head start (`train.bigram`), 0 for none; bigram_lr: of
+    these passes; matrix_lr: of Muon, for hidden matrices; embedding_lr, other_lr (head and norms): of AdamW, low, or training
+    unlearns those pairs; without them about 0.03 and 0.006 are right; weight_decay: of matrices, head and embedding.
+    tokens: seen in training, all epochs together; batch_tokens: of one step; balance: a domain of n tokens is drawn with weight
+    n^balance (1: as found, 0: all alike); warmup: share of the steps; clip: norm of the gradient, 0 for none; log_every: steps
+    between two lines of training.jsonl; held_out_tokens: measured per domain.
     """
 
     vocabulary: int = Field(4096, ge=2)
