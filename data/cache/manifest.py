@@ -51,7 +51,7 @@ class CacheSettings(Settings):
     k: int = Field(64, ge=1)  # likeliest tokens kept of each distribution, or draws from it
     last: bool = False  # only EAGLE-1, Medusa and from_last take the last state as input
     batch_tokens: int = Field(4096, ge=1)
-    shard_mb: float = Field(64, gt=0)  # a crash loses at most one shard
+    shard_mb: float = Field(64, gt=0)  # a crash loses at most two shards: one computed, one written
     online: bool = False  # nothing on disk: the target computes every batch when a trainer asks for it
     imported: ImportSettings | None = None  # states of another project's dump (null: the target computes them)
 
