@@ -49,6 +49,7 @@ class _Level(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)  # what is kept may be used by whoever asks next
 def _levels(shape: Static) -> tuple[_Level, ...]:
     """The levels of a shape from the root down: the same for every proposal, so worked out once."""
     levels: list[_Level] = []
@@ -107,6 +108,7 @@ def _grow_static(drafter: Grower, roots: Tensor, logits: Tensor, shape: Static, 
 
 
 @functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def _parents(shape: Static) -> Tensor:
     return torch.tensor([shape.parents])
 

@@ -173,6 +173,7 @@ class Proposal:
 
 
 @functools.lru_cache(maxsize=256)
+@torch.inference_mode(False)  # what is kept may be used by whoever asks next
 def _ancestors(parents: tuple[tuple[int, ...], ...]) -> Tensor:
     visible = torch.zeros(len(parents), len(parents[0]), len(parents[0]), dtype=torch.bool)
     for row, tree in enumerate(parents):

@@ -19,7 +19,6 @@ THETA = 1e6
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 SETTINGS = {
-    "distribution": "topk",
     "default": {},
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 2.0},

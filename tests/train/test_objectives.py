@@ -173,7 +173,7 @@ def test_neither_distribution_nor_last_state_is_refused():
     target = tiny_target()
     batch = replace(a_batch(target, [16]), teacher=None, last=None)
     for objective in objectives(target):
-        with pytest.raises(UserError, match="holds no distribution"):
+        with pytest.raises(UserError, match="holds neither a distribution"):
             objective(batch)
 
 
