@@ -35,7 +35,7 @@ def test_the_share_of_predictions_with_the_largest_gap_to_the_reference_weighs_o
     start, reference = DraftLM.from_target_blocks(target, [0]), DraftLM.from_target_blocks(target, [0, 1, 3])
     objective = DraftLMObjective(start)
     source = Selective(OneBatch(batch), start, reference, share, objective.cached_teacher)
-    assert source.identity == OneBatch.identity
+    assert source.identity.startswith(OneBatch.identity)  # the rows are part of it, the reference another
     weights = source.batch([0, 1, 2]).weights
     slots = supervised_slots(batch.supervised, batch.lengths, 1)
     gaps = {}
