@@ -225,7 +225,13 @@ def train_and_decode(run: Path, folder: Path, variant: Variant, draft: str, seed
             for r in results
         ]
     seconds = time.perf_counter() - started
-    return {"alpha_teacher_forced": summary.expected_acceptance[0], "decoded": decoded, "seconds": round(seconds, 1)}
+    acceptance = summary.expected_acceptance
+    return {
+        "alpha_teacher_forced": acceptance[0],
+        "expected_tokens_per_verify": 1 + float(np.cumprod(acceptance).sum()),
+        "decoded": decoded,
+        "seconds": round(seconds, 1),
+    }
 
 
 def _reached(result: Any) -> int:

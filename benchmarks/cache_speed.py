@@ -122,7 +122,7 @@ def study(
 ) -> list[dict[str, Any]]:
     """Rows of the study for one target: the ratio over the rounds, then the share of each part in one more run."""
     target.fingerprint()  # of the weights, computed once for a target
-    settings = CacheSettings(distribution="topk")
+    settings = CacheSettings()
     taken = max(1, int(np.searchsorted(np.cumsum(rows.lengths), tokens, side="right")))
     done = int(rows.lengths[:taken].sum())
 
