@@ -232,7 +232,7 @@ class Campaign:
 
             ended = Child(act, self.place / "log.txt").end()
             return f"no file over {limit} bytes", ended, ended.code != 0 or sooner == 0, None
-        size = _blocks(self.run) + room // BLOCK * BLOCK + BLOCK
+        size = max(BLOCK, _blocks(self.run) + room // BLOCK * BLOCK)
         self.clear()
         self.run.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(self.run)], check=True)

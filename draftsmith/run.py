@@ -147,7 +147,7 @@ class RunFolder:
         try:
             unit.work()
         except Exception as error:
-            if _disk_is_full(error):
+            if disk_is_full(error):
                 reason = first_line(error)
                 raise UserError(f"{unit.key}: {reason}; free some space and run the same command again") from error
             raise
@@ -165,6 +165,9 @@ class RunFolder:
     def _clear(self, unit: Unit) -> None:
         record = self.record(unit.key)
         if record is not None and "id" not in record and not self._differs(unit, record):
+            for place in (self.path / name for name in unit.outputs):
+                for leftover in (*place.rglob(".*.tmp"), *place.parent.glob(f".{place.name}.*.tmp")):
+                    leftover.unlink()  # half a file (`draftsmith.files.publish`)
             return  # interrupted with the same settings: what is there may be of use
         for name in unit.outputs:
             place = self.path / name
@@ -267,7 +270,8 @@ def _sound(record: Any) -> bool:
     return "id" not in record or isinstance(record.get("outputs"), dict)
 
 
-def _disk_is_full(error: Exception) -> bool:
+def disk_is_full(error: Exception) -> bool:
+    """Whether it says that there is no room, in whatever way."""
     full = isinstance(error, OSError) and error.errno in FULL
     return not isinstance(error, UserError) and (full or any(text in str(error) for text in FULL_TEXTS))
 

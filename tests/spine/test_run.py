@@ -118,8 +118,12 @@ def test_what_other_settings_left_in_an_output_is_removed_but_an_interrupted_run
     del state["id"]  # as a kill in the middle leaves it
     record.write_text(json.dumps(state))
     stale.write_text("of the interrupted run")
+    halves = [stale.with_name(".rows.json.k3x.tmp"), stale.parent.with_name(f".{stale.parent.name}.k3x.tmp")]
+    for half in halves:
+        half.write_text("of a file that was being written")
     bench.run()
     assert stale.exists()
+    assert not any(half.exists() for half in halves)
 
 
 def test_a_unit_that_resumes_keeps_its_folder_when_settings_change(tmp_path: Path) -> None:
