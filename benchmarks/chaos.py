@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,8 @@ def side_by_side(campaign: Campaign, numbers: list[int], journal: Path, until: f
                 campaign.settle(campaign.reference / f"worker-{index}")
                 worker(campaign, shared, journal, until)
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stdout.flush()
                 os._exit(code)

@@ -49,7 +49,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
         if not disk_is_full(error):
             raise
-        print(f"draftsmith: {first_line(error)}; free some space and run the same command again", file=sys.stderr)
+        text = f"the disk is full ({first_line(error)}); free some space and run the same command again"
+        print(f"draftsmith: {text}", file=sys.stderr)
         sys.exit(2)
     sys.exit(0)
 

@@ -32,7 +32,12 @@ from draftsmith.settings import without_secrets
 
 RECORDS, LOCK = "stages", ".lock"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-FULL_TEXTS = ("No space left", "File too large", "quota exceeded")  # as libraries that hide the number write it
+FULL_TEXTS = (
+    "No space left",
+    "File too large",
+    "quota exceeded",
+    " requested and ",
+)  # as libraries that hide the number write it
 DIGESTED_BYTES = 64 << 20
 
 
@@ -149,7 +154,9 @@ class RunFolder:
         except Exception as error:
             if disk_is_full(error):
                 reason = first_line(error)
-                raise UserError(f"{unit.key}: {reason}; free some space and run the same command again") from error
+                raise UserError(
+                    f"{unit.key}: the disk is full ({reason}); free some space and run the same command again"
+                ) from error
             raise
         seconds = time.monotonic() - started
         if not is_main():

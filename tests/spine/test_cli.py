@@ -152,7 +152,7 @@ def test_a_disk_that_is_full_before_any_stage_begins_is_one_line_and_exit_code_2
     monkeypatch.setattr(RunFolder, "describe", full)
     code, _, err = call(capsys, "target", str(tmp_path / "x.yaml"))
     assert code == 2
-    assert "No space left on device; free some space and run the same command again" in one_line(err)
+    assert "No space left on device); free some space and run the same command again" in one_line(err)
 
 
 def test_a_fault_of_ours_is_a_traceback_and_exit_code_1() -> None:
