@@ -55,7 +55,9 @@ CUT = (-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM)  # ends of a comm
 class Campaign:
     """The reference run with a copy of its state before every step, and faults against it."""
 
-    def __init__(self, work: Path, steps: tuple[str, ...] = tuple(STEPS)) -> None:
+    def __init__(self, work: Path, steps: tuple[str, ...] = tuple(STEPS), ranks: bool = True) -> None:
+        """ranks: whether faults of several ranks are to be held against a reference of their own."""
+        self.ranks = ranks
         self.reference, self.steps = work, {name: STEPS[name] for name in steps}
         self.before: dict[str, Path] = {}
         self.wanted: dict[tuple[str, bool], dict[str, str]] = {}  # results by (step, whether of two ranks)
@@ -77,7 +79,7 @@ class Campaign:
             self.before[name] = self.reference / "before" / name.replace(" ", "-")
             self.run.mkdir(exist_ok=True)
             shutil.copytree(self.run, self.before[name])
-            for ranks in (True, False) if step.ranks else (False,):
+            for ranks in (True, False) if step.ranks and self.ranks else (False,):
                 self.fresh(name)
                 ended = end_ranks(self._ranks(name)) if ranks else [self.command(name)]
                 if any(child.code for child in ended):

@@ -21,7 +21,7 @@ DONE, KILLED, REFUSED = (
 
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
-    made = Campaign(tmp_path_factory.mktemp("chaos"), ("target", "prepare", "cache", "distill"))
+    made = Campaign(tmp_path_factory.mktemp("chaos"), ("target", "prepare", "cache", "distill"), ranks=False)
     made.prepare()
     return made
 
