@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from draftsmith.errors import Stopped, UserError
+from draftsmith.errors import Stopped, UserError, first_line
 
 if TYPE_CHECKING:
     from draftsmith.config import Loaded
@@ -44,6 +44,14 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except Stopped as stopped:
         print(f"draftsmith: {stopped}", file=sys.stderr)
         sys.exit(128 + stopped.signal)
+    except OSError as error:
+        from draftsmith.run import disk_is_full
+
+        if not disk_is_full(error):
+            raise
+        text = f"the disk is full ({first_line(error)}); free some space and run the same command again"
+        print(f"draftsmith: {text}", file=sys.stderr)
+        sys.exit(2)
     sys.exit(0)
 
 

@@ -32,7 +32,12 @@ from draftsmith.settings import without_secrets
 
 RECORDS, LOCK = "stages", ".lock"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-FULL_TEXTS = ("No space left", "File too large", "quota exceeded")  # as libraries that hide the number write it
+FULL_TEXTS = (
+    "No space left",
+    "File too large",
+    "quota exceeded",
+    " requested and ",
+)  # as libraries that hide the number write it
 DIGESTED_BYTES = 64 << 20
 
 
@@ -147,9 +152,11 @@ class RunFolder:
         try:
             unit.work()
         except Exception as error:
-            if _disk_is_full(error):
+            if disk_is_full(error):
                 reason = first_line(error)
-                raise UserError(f"{unit.key}: {reason}; free some space and run the same command again") from error
+                raise UserError(
+                    f"{unit.key}: the disk is full ({reason}); free some space and run the same command again"
+                ) from error
             raise
         seconds = time.monotonic() - started
         if not is_main():
@@ -165,6 +172,9 @@ class RunFolder:
     def _clear(self, unit: Unit) -> None:
         record = self.record(unit.key)
         if record is not None and "id" not in record and not self._differs(unit, record):
+            for place in (self.path / name for name in unit.outputs):
+                for leftover in (*place.rglob(".*.tmp"), *place.parent.glob(f".{place.name}.*.tmp")):
+                    leftover.unlink()  # half a file (`draftsmith.files.publish`)
             return  # interrupted with the same settings: what is there may be of use
         for name in unit.outputs:
             place = self.path / name
@@ -267,7 +277,8 @@ def _sound(record: Any) -> bool:
     return "id" not in record or isinstance(record.get("outputs"), dict)
 
 
-def _disk_is_full(error: Exception) -> bool:
+def disk_is_full(error: Exception) -> bool:
+    """Whether it says that there is no room, in whatever way."""
     full = isinstance(error, OSError) and error.errno in FULL
     return not isinstance(error, UserError) and (full or any(text in str(error) for text in FULL_TEXTS))
 

@@ -23,15 +23,17 @@ from draftsmith.errors import UserError
 from draftsmith.files import digest, publish_json
 from draftsmith.train.ranks import share, whole
 
-SCHEMA, KEPT = 1, 2
+SCHEMA, KEPT = 2, 2
 STATE, TENSORS = "state.json", ("weights", "optimizer", "random")
+DRAFT = "kept.json"
 SOURCE = "source"  # the tensors of a source of rows that has some
 
 Tensors = dict[str, dict[str, Tensor]]  # file → name → tensor
 
 
 class Checkpoints:
-    """`<folder>/step-000120/`: `weights`, `optimizer`, `random`, for some `source.safetensors`, and `state.json` with digests."""
+    """`<folder>/step-000120/`: `weights`, `optimizer`, `random`, for some `source.safetensors`, and `state.json` with digests.
+    Beside them `kept.json`: digests of the draft's files when it was last kept."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -84,6 +86,26 @@ class Checkpoints:
             if _digest(place / f"{name}.safetensors") != state["digests"][name]:
                 raise ValueError(f"{name}.safetensors does not have the digest in {STATE}")
         return state, {name: load_file(place / f"{name}.safetensors") for name in names}
+
+    def note_draft(self) -> None:
+        """Remember the files of the draft beside this folder, which has just been kept."""
+        publish_json(self.folder / DRAFT, self._draft())
+
+    def draft_is_whole(self) -> bool:
+        """Whether they are still what they were then."""
+        try:
+            return bool(json.loads((self.folder / DRAFT).read_text(encoding="utf-8")) == self._draft())
+        except (OSError, ValueError):
+            return False
+
+    def _draft(self) -> dict[str, str]:
+        files = {path.relative_to(self.folder.parent): path for path in self.folder.parent.rglob("*") if path.is_file()}
+        others = (self.folder.name, "training.jsonl")
+        return {
+            name.as_posix(): _digest(path)
+            for name, path in sorted(files.items())
+            if name.parts[0] not in others and not name.name.startswith(".")
+        }
 
     def clear(self) -> None:
         """Remove all: the training is done."""

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from draftsmith.data.batches import Batch
 from draftsmith.errors import Stopped, UserError
+from draftsmith.files import publish_text
 from draftsmith.progress import Ticker, ticker
 from draftsmith.train.checkpoint import (
     SOURCE,
@@ -107,7 +108,7 @@ class _Position:
     weight: float = 0.0  # of all predictions that were trained
     best: float = -1.0
     since_best: int = 0
-    line_bytes: int = 0
+    lines: str = ""  # of training.jsonl
     summary: Summary = field(default_factory=Summary)
 
 
@@ -157,7 +158,12 @@ class _Trainer:
                 raise UserError(f"{self.title}: cannot be written ({reason}); {self._how_to_go_on()}") from error
         self.ranks.wait()
         if self.ranks.main:
+            whole = self.checkpoints.draft_is_whole()
             self.checkpoints.clear()
+            if not whole:
+                raise UserError(
+                    f"{self.folder}: the draft has been damaged since it was kept; run the same command again"
+                )
         self.at.summary.seconds = self._seconds()
         return self.at.summary
 
@@ -193,8 +199,7 @@ class _Trainer:
         self.at = _Position(**{**position, "summary": Summary(**position["summary"])})
         self.before = self.at.summary.seconds
         if self.ranks.main:
-            with (self.folder / "training.jsonl").open("ab") as lines:
-                lines.truncate(self.at.line_bytes)  # later lines come again
+            publish_text(self.folder / "training.jsonl", self.at.lines)  # later lines come again
         self._say(f"continues at step {self.at.step} of {len(self.plan)}")
         if state["ranks"] != self.ranks.size:
             self._say(
@@ -319,6 +324,7 @@ class _Trainer:
             with unsharded(self.objective):
                 if self.ranks.main:
                     self.keep()
+                    self.checkpoints.note_draft()
         return {"held_out_run_length": reached, "best_run_length": at.best, "best_step": at.summary.best_step}
 
     def _acceptance(self) -> list[float]:
@@ -331,7 +337,7 @@ class _Trainer:
             return
         if self.feeder.stateful is not None:
             tensors[SOURCE] = self.feeder.stateful.state()
-        self.at.line_bytes = lines.tell() if lines is not None else 0
+        self.at.lines = (self.folder / "training.jsonl").read_text() if lines is not None else ""
         self.at.summary.seconds = self._seconds()
         state = {
             "identity": self.identity,

@@ -22,7 +22,7 @@ from draftsmith.data.batches import Batch, collate_rows, fill_batches, length_bu
 from draftsmith.data.rows import Rows
 from draftsmith.data.tokenizer import END
 from draftsmith.errors import UserError
-from draftsmith.files import digest
+from draftsmith.files import digest, publish_text
 from draftsmith.progress import Ticker, ticker
 from draftsmith.train.bigram import count_bigrams, fit_bigrams
 from draftsmith.train.checkpoint import Checkpoints, capture, restore
@@ -184,10 +184,10 @@ def pretrain(
 
 @dataclass
 class _Position:
-    """Where a run stands. line_bytes: of training.jsonl; seconds: of all parts of the run."""
+    """Where a run stands. lines: of training.jsonl; seconds: of all parts of the run."""
 
     step: int = 0
-    line_bytes: int = 0
+    lines: str = ""
     seconds: float = 0.0
 
 
@@ -220,12 +220,12 @@ class _Run:
         self._begin()
         left = sum(int(self.rows.lengths[batch].sum()) for batch in self.plan) - self.tokens
         path = self.partial / "training.jsonl"
+        publish_text(path, self.at.lines)  # later lines come again
         with path.open("a", encoding="utf-8") as lines, ticker("train target", left, "tokens") as progress:
-            lines.truncate(self.at.line_bytes)  # later lines come again
             while self.at.step < len(self.plan):
                 self._one(lines, progress, log)
                 if self.at.step % CHECKPOINT_EVERY == 0 and self.at.step < len(self.plan):
-                    self._save(lines.tell())
+                    self._save()
         self.checkpoints.clear()
 
     def _begin(self) -> None:
@@ -265,8 +265,9 @@ class _Run:
             if log is not None:
                 log(record, self.at.step)
 
-    def _save(self, line_bytes: int) -> None:
-        position = _Position(self.at.step, line_bytes, self.seconds)
+    def _save(self) -> None:
+        lines = (self.partial / "training.jsonl").read_text(encoding="utf-8")
+        position = _Position(self.at.step, lines, self.seconds)
         state = {"identity": self.identity, "position": asdict(position)}
         self.checkpoints.save(self.at.step, capture(self.model, self.optimizer), state)
 

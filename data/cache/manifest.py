@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from draftsmith.errors import UserError
-from draftsmith.files import publish_json
+from draftsmith.files import digest, publish_json
 from draftsmith.settings import Settings, flat
 
 SCHEMA = 2
@@ -116,6 +116,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{path}: no cache here; run `draftsmith cache` first")
     try:
         raw = json.loads(path.read_bytes())
+        if isinstance(raw, dict) and "digest" in raw and raw.pop("digest") != digest(raw):
+            raise UserError(f"{path}: does not have its own digest; run `draftsmith cache-repair CONFIG`")
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         if version != SCHEMA:
             raise UserError(f"{path}: schema_version {version}, this version reads {SCHEMA}; make the cache again")
@@ -150,8 +152,9 @@ def remove_unreadable(folder: Path) -> str | None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Publish the manifest atomically."""
-    publish_json(Path(folder) / NAME, manifest.model_dump(mode="json"))
+    """Publish the manifest atomically, with a digest: a flipped byte in a number would not show otherwise."""
+    values = manifest.model_dump(mode="json")
+    publish_json(Path(folder) / NAME, values | {"digest": digest(values)})
 
 
 def with_shard(manifest: Manifest, shard: Shard) -> Manifest:

@@ -1,5 +1,6 @@
 """The command line as a user meets it: exit codes, one line on stderr, instant help."""
 
+import errno
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.cli import main
+from draftsmith.run import RunFolder
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -138,6 +140,19 @@ def test_a_cache_that_is_not_there_is_one_line_and_exit_code_2(
         code, _, err = call(capsys, command, str(tmp_path))
         assert code == 2
         assert "no cache" in one_line(err)
+
+
+def test_a_disk_that_is_full_before_any_stage_begins_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "x.yaml").write_text(f"run_root: {tmp_path}/runs\n")
+    monkeypatch.setattr(RunFolder, "describe", full)
+    code, _, err = call(capsys, "target", str(tmp_path / "x.yaml"))
+    assert code == 2
+    assert "No space left on device); free some space and run the same command again" in one_line(err)
 
 
 def test_a_fault_of_ours_is_a_traceback_and_exit_code_1() -> None:

@@ -184,6 +184,9 @@ def test_killed_and_continued_the_target_is_bit_equal_to_one_that_was_left_alone
 
     whole, other = train("whole"), train("other", seed=1)
     assert killed("parts") == -signal.SIGKILL
+    (tmp_path / ".parts.partial" / "training.jsonl").write_bytes(
+        b"cut sh"
+    )  # as a lost machine leaves what was not flushed
     with monkeypatch.context() as patch:
         patch.setattr(module, "fit_bigrams", lambda *_: pytest.fail("the warm start was made again"))
         parts = train("parts")

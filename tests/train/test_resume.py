@@ -83,6 +83,10 @@ class Run:
         def copy() -> dict[str, Tensor]:
             return {name: tensor.clone() for name, tensor in objective.state_dict().items()}
 
+        def keep() -> None:
+            self.kept.update(copy())
+            (self.folder / "draft.bin").write_bytes(b"".join(t.numpy().tobytes() for t in self.kept.values()))
+
         def log(values: dict[str, float], step: int) -> None:
             self.tracked.append((step, values["learning_rate"]))
             self.on_step(step)
@@ -94,7 +98,7 @@ class Run:
             self.settings,
             folder=self.folder,
             seed=self.seed,
-            keep=lambda: self.kept.update(copy()),
+            keep=keep,
             log=log,
         )
         self.weights = copy()
@@ -151,10 +155,15 @@ def test_killed_twice_and_in_the_middle_of_a_save_a_run_is_bit_equal(
 ) -> None:
     assert in_child(Run(bench, tmp_path, on_step=kill(signal.SIGKILL, 6)).train) == -signal.SIGKILL
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "publish_json", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        publish_json = checkpoint.publish_json
+
+        def killed_in_a_save(path: Path, value: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL) if path.name == checkpoint.STATE else publish_json(path, value)
+
+        patch.setattr(checkpoint, "publish_json", killed_in_a_save)
         assert in_child(Run(bench, tmp_path).train) == -signal.SIGKILL
     assert {place.name for place in (tmp_path / "checkpoints").iterdir()} == {
-        ".partial", "step-000000000", "step-000000004",
+        ".partial", "kept.json", "step-000000000", "step-000000004",
     }  # fmt: skip
     again = Run(bench, tmp_path)
     again.train()
@@ -202,11 +211,42 @@ def test_a_save_that_fails_leaves_the_one_before_and_the_run_continues_from_it(
         )
         with pytest.raises(UserError, match="No space left"):
             run.train()
-    assert sorted(place.name for place in (tmp_path / "checkpoints").iterdir()) == ["step-000000000", "step-000000004"]
+    assert sorted(place.name for place in (tmp_path / "checkpoints").glob("step-*")) == [
+        "step-000000000", "step-000000004",
+    ]  # fmt: skip
     again = Run(bench, tmp_path)
     again.train()
     assert same(again.weights, whole.weights)
     assert again.lines() == whole.lines()
+
+
+@pytest.mark.parametrize("left", [None, 0, 40])
+def test_training_jsonl_that_was_lost_or_cut_short_is_written_again_by_a_run_that_continues(
+    bench: Bench, whole: Run, tmp_path: Path, left: int | None
+) -> None:
+    assert in_child(Run(bench, tmp_path, on_step=kill(signal.SIGKILL, 6)).train) == -signal.SIGKILL
+    file = tmp_path / "training.jsonl"
+    content = file.read_bytes()
+    file.unlink() if left is None else file.write_bytes(content[:left])
+    again = Run(bench, tmp_path)
+    again.train()
+    assert again.lines() == whole.lines()
+
+
+def test_a_draft_that_was_damaged_after_it_was_kept_stops_its_run_and_the_next_one_trains_it_anew(
+    bench: Bench, tmp_path: Path
+) -> None:
+    def run(on_step: Callable[[int], None] = lambda step: None) -> Run:
+        return Run(bench, tmp_path, held_out=Stub(bench.target, 0.5, 0.4, 0.3, 0.2), on_step=on_step)
+
+    with pytest.raises(Stopped):
+        run(kill(signal.SIGTERM, 6)).train()
+    content = (tmp_path / "draft.bin").read_bytes()
+    (tmp_path / "draft.bin").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(UserError, match="damaged since it was kept; run the same command again"):
+        run().train()
+    run().train()
+    assert (tmp_path / "draft.bin").read_bytes() == content
 
 
 @pytest.mark.parametrize(

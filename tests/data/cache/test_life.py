@@ -1,6 +1,7 @@
 """The life of a cache folder: crash, resume, damage, refusal, full disk (FAULTS 15, 16, 17, 19)."""
 
 import errno
+import json
 import multiprocessing
 import os
 import shutil
@@ -319,10 +320,26 @@ def test_stray_files_are_named_and_change_nothing(tmp_path: Path) -> None:
 def test_a_manifest_cannot_point_out_of_its_folder(tmp_path: Path, name: str) -> None:
     make(tmp_path)
     path = tmp_path / "cache" / "manifest.json"
-    path.write_text(path.read_text().replace("shard-00001.safetensors", name))
+    values = json.loads(path.read_text().replace("shard-00001.safetensors", name))
+    path.write_text(json.dumps({key: value for key, value in values.items() if key != "digest"}))
     with pytest.raises(UserError, match=r"field shards\.1\.name") as caught:
         CacheReader(tmp_path / "cache")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "value"), [("rows", 7), ("kept_mass", 0.5), ("dropped", [3])])
+def test_a_manifest_with_another_number_is_named_and_made_again_by_repair(tmp_path: Path, key: str, value: Any) -> None:
+    make(tmp_path)
+    whole = contents(tmp_path / "cache")
+    path = tmp_path / "cache" / "manifest.json"
+    values = json.loads(path.read_text())
+    values["shards"][1][key] = value
+    path.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"does not have its own digest; run `draftsmith cache-repair CONFIG`"):
+        CacheReader(tmp_path / "cache")
+    assert "own digest" in str(remove_unreadable(tmp_path / "cache"))
+    make(tmp_path)
+    assert contents(tmp_path / "cache") == whole
 
 
 @pytest.mark.parametrize("half", [b"", b'{"schema_version": 2, "tar', b"\xff\xfe\x00"])
