@@ -1,5 +1,6 @@
 """A small part of `make chaos`, and that its judgement is strict: what must be survived may not end in a refusal."""
 
+import json
 import random
 import sys
 from pathlib import Path
@@ -28,14 +29,14 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
 
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    [("kill", "target"), ("kill", "distill"), ("tracker", "distill"), ("flip", "cache"), ("full disk", "prepare")],
+    [("kill", "target"), ("kill", "distill"), ("tracker", "distill"), ("flip", "cache")],
 )
 def test_a_fault_is_survived_or_where_that_is_enough_stopped_in_one_line(
     campaign: Campaign, kind: str, stage: str
 ) -> None:
     fault = campaign.inject(kind, stage, random.Random(f"{kind} {stage}"))
     allowed = {"survived", "stopped"} if kind in MAY_STOP else {"survived"}
-    assert fault["outcome"] in allowed, fault
+    assert fault["outcome"] in allowed, json.dumps(fault)
     assert fault["lost"] == []
 
 
