@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -34,21 +34,13 @@ from draftsmith.files import digest, publish_json, publish_text
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.target import Target
 from draftsmith.train.distill import distill, new_draft
-from draftsmith.train.settings import DistillSettings
+from draftsmith.train.settings import DistillSettings, LossName
 
 sys.path.insert(0, str(Path(__file__).parent))
 from distill_page import page, study_rows
 from twin import heavy_twin
 
-LOSSES = (
-    "cross_entropy",
-    "forward_kl",
-    "reverse_kl",
-    "jensen_shannon",
-    "total_variation",
-    "negative_log_acceptance",
-    "adaptive_kl_tv",
-)
+LOSSES = get_args(LossName)
 COMPARED = ("forward_kl", "adaptive_kl_tv", "negative_log_acceptance")  # with every teacher
 SIZES: dict[str, dict[str, Any]] = {"one block": {"blocks": (3,)}, "two blocks": {"blocks": (0, 3)}}
 LARGER: dict[str, dict[str, Any]] = {"three blocks": {"blocks": (0, 1, 3)}}

@@ -30,6 +30,23 @@ from draftsmith.train.teachers import Teacher
 WIDTH, BLOCKS, CONTEXT, WINDOW = 32, 4, 256, 8
 TAPS, STEPS = (0, 1, 2), 7
 FLAVOURS = ("plain", "tied", "padded-vocab", "gemma2", "mistral-window", "two-blocks", "three-blocks")
+WORDS = (
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "wizards",
+    "box",
+    "in",
+    "fog",
+)  # of random texts
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;!?()[]{}'\"-+*/=<>_#@$%&|~^\\`\n\té"
 SENTENCES = (
     "the quick brown fox jumps over the lazy dog",

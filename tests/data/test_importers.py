@@ -78,6 +78,11 @@ def settings_for(about, **more):
     )
 
 
+OWN = CacheSettings(
+    distribution="topk", taps=TAPS, state_codec="fp32", last=True, k=8
+)  # what an import is held against
+
+
 @pytest.fixture
 def rows(tmp_path):
     return tiny_rows(tmp_path, LENGTHS)
@@ -89,12 +94,7 @@ def test_an_imported_fp32_dump_equals_our_own_cache(form, flavour, rows, tmp_pat
     target = tiny_target(flavour)
     about = DUMPS[form](target, rows, tmp_path / "dump", torch.float32)
     import_states(target, settings_for(about), tmp_path / "run" / "cache")
-    build_cache(
-        target,
-        rows,
-        tmp_path / "own",
-        CacheSettings(distribution="topk", taps=TAPS, state_codec="fp32", last=True, k=8),
-    )
+    build_cache(target, rows, tmp_path / "own", OWN)
     imported, own = CacheReader(tmp_path / "run" / "cache", target.fingerprint()), CacheReader(tmp_path / "own")
     assert imported.manifest.fields == own.manifest.fields
     assert len(imported) == len(own) == len(LENGTHS)
@@ -113,12 +113,7 @@ def test_a_bf16_dump_is_off_by_its_own_rounding_only(form, rows, tmp_path):
     target = tiny_target()
     about = DUMPS[form](target, rows, tmp_path / "dump", torch.bfloat16)
     import_states(target, settings_for(about), tmp_path / "run" / "cache")
-    build_cache(
-        target,
-        rows,
-        tmp_path / "own",
-        CacheSettings(distribution="topk", taps=TAPS, state_codec="fp32", last=True, k=8),
-    )
+    build_cache(target, rows, tmp_path / "own", OWN)
     for ours, theirs in zip(CacheReader(tmp_path / "own"), CacheReader(tmp_path / "run" / "cache"), strict=True):
         for a, b in ((ours.taps, theirs.taps), (ours.last, theirs.last)):
             error = abs(a - b).max(-1) / abs(a).max(-1)

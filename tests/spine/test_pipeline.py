@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import WORDS
 
 from draftsmith.cli import main
 from draftsmith.run import RunFolder
@@ -30,23 +31,6 @@ eagle:
 evaluation: {{drafts: [{drafts}], prompts: 2, prompt_tokens: 16, max_new_tokens: 16, K: 3, timed_prompts: 1}}
 tracking: {{trackers: []}}
 """
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "seven",
-    "wizards",
-    "box",
-    "in",
-    "fog",
-]
 
 
 def document(rng: random.Random, chat: bool) -> dict[str, Any]:

@@ -7,29 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import tiny_tokenizer
+from kit import WORDS, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.cli import main
 
 FOLDER = Path(str(resources.files("draftsmith.configs")))
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "seven",
-    "wizards",
-    "box",
-    "in",
-    "fog",
-]
 #: Recipe, kept shapes of its target and of the checkpoint that its draft starts from, overrides that only scale it.
 RECIPES = [
     ("gpt2-124m_draft-30m", "gpt2", None, ["distill.shape={n_embd: 16, n_layer: 1, n_head: 2}"]),
