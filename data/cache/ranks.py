@@ -21,7 +21,10 @@ def launched_ranks(on_cpu: bool) -> Ranks:
     """The ranks that a launcher started (environment variables RANK, WORLD_SIZE); one without a launcher."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks()
+    import torch
     from accelerate import PartialState
 
+    threads = torch.get_num_threads()
     state = PartialState(cpu=on_cpu)
+    torch.set_num_threads(threads)  # accelerate may take all cores for each rank; other threads round otherwise, too
     return Ranks(state.process_index, state.num_processes, state.wait_for_everyone)
