@@ -39,6 +39,7 @@ def first_token_law(
     with torch.inference_mode():
         logits = target.forward(torch.tensor([list(prompt)])).logits
         assert logits is not None
+        logits[..., target.usable :] = float("-inf")  # as `decode` does: padding is no token
         p = sampler.probabilities(logits[:, -1])[0].double().numpy()
     counts = np.zeros(len(p))
     for first in range(0, draws, AT_ONCE):
