@@ -374,7 +374,7 @@ class Work:
         from draftsmith.eval.acceptance import evaluate
 
         settings = self.config.evaluation
-        total = len(settings.temperatures) * sum(map(len, self.prompts.values()))
+        total = len(settings.rounds()) * sum(map(len, self.prompts.values()))
         drafter, about = self._drafter(draft)
         with ticker(f"eval-acceptance {draft}", total, "prompts") as progress:
             results = evaluate(self.target, drafter, self.prompts, settings, self.plain, progress.advance)

@@ -15,6 +15,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.decode import Decoded, decode
 from draftsmith.eval.drafters import Drafter, NoDraft
 from draftsmith.eval.metrics import metrics, ratio
+from draftsmith.eval.sample import sample
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
 from draftsmith.eval.tree import chain_shape
@@ -76,29 +77,31 @@ def evaluate(
     plain: PlainRuns,
     on_progress: Callable[[int], None] = lambda prompts: None,
 ) -> list[dict[str, Any]]:
-    """The `results` of docs/conventions.md for one draft: one entry per domain and temperature.
+    """The `results` of docs/conventions.md for one draft: one entry per domain, temperature and way of drafting.
 
     `plain` is filled with the reference outputs on first use and shared between drafts.
     """
     results = []
     for domain, texts in prompts.items():
-        for temperature in settings.temperatures:
-            decoded = decode_all(target, drafter, texts, settings, temperature)
+        for temperature, chosen in settings.rounds():
+            decoded = decode_all(target, drafter, texts, chosen, temperature)
             entry: dict[str, Any] = {
                 "domain": domain,
                 "temperature": temperature,
                 "K": settings.K,
                 "tree": "chain",
-                "drafting": "greedy" if temperature == 0 else settings.drafting,
+                "drafting": chosen.drafting,
                 "prompts": len(texts),
                 **metrics([result.trace for result in decoded], settings.K),
                 "speedup": {},
             }
             if temperature == 0:
                 entry["identical"] = [_identical(target, domain, texts, decoded, settings, plain), len(texts)]
+            if target.has_tokenizer:
+                entry["sample"] = sample(decoded[0], target.tokenizer)
             if settings.timed_prompts:
                 timed = texts[: settings.timed_prompts]
-                entry["speedup"] = measured_speedup(target, drafter, timed, settings, temperature)
+                entry["speedup"] = measured_speedup(target, drafter, timed, chosen, temperature)
             results.append(entry)
             on_progress(len(texts))
     return results

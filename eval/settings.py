@@ -11,8 +11,8 @@ class EvalSettings(Settings):
     """What is decoded, and how.
 
     drafts: names of built-in drafts and of `eagle`; domains: of the held-out rows (null: all that there are); temperatures: each
-    is measured by itself, 0 is greedy; K: tokens drafted per verify; drafting: at a temperature above 0 the draft's tokens are
-    sampled, or its likeliest ones (greedy); top_k, top_p: cut the distribution that is sampled (null: not).
+    is measured by itself, 0 is greedy; K: tokens drafted per verify; drafting: above 0 the draft's tokens are
+    sampled, or its likeliest ones (greedy), or both are measured; top_k, top_p: cut the distribution that is sampled (null: not).
     prompts: per domain; prompt_tokens: how much of a held-out text is given; max_new_tokens: generated for each prompt at most;
     batch: prompts decoded at once (the result does not depend on it); timed_prompts: per domain, decoded one at a time for the
     speed-up (0: not measured); seed: of the prompts' random streams.
@@ -22,7 +22,7 @@ class EvalSettings(Settings):
     domains: tuple[str, ...] | None = None
     temperatures: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = Field((0.0, 1.0), min_length=1)
     K: int = Field(5, ge=1)
-    drafting: Literal["sampled", "greedy"] = "sampled"
+    drafting: Literal["sampled", "greedy", "both"] = "sampled"
     top_k: int | None = Field(None, ge=1)
     top_p: float | None = Field(None, gt=0, le=1)
     prompts: int = Field(16, ge=1)
@@ -31,3 +31,12 @@ class EvalSettings(Settings):
     batch: int = Field(16, ge=1)
     timed_prompts: int = Field(2, ge=0)
     seed: int = Field(0, ge=0, lt=SEEDS)
+
+    def rounds(self) -> list[tuple[float, "EvalSettings"]]:
+        """What is measured one after another: a temperature, and these settings with one way of drafting (at 0 there is one)."""
+        both = ("sampled", "greedy") if self.drafting == "both" else (self.drafting,)
+        return [
+            (temperature, self.model_copy(update={"drafting": drafting}))
+            for temperature in self.temperatures
+            for drafting in (both if temperature else ("greedy",))
+        ]
