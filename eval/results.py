@@ -50,6 +50,11 @@ class Result:
     n_alpha: tuple[Measure, ...]
     speedup: Measure | None
     draft_cost: Measure | None
+    drafting: str = ""
+    verify_cost: Measure | None = None
+    speedup_predicted: Measure | None = None
+    alpha_by_depth: tuple[Measure, ...] = ()
+    alpha_teacher_forced: Measure | None = None
 
     @property
     def setting(self) -> tuple[float, int, str]:
@@ -66,6 +71,11 @@ def measure(entry: Any) -> Measure | None:
     value = _finite(entry["value"])
     low, high = (_finite(bound) if (bound := entry.get(side)) is not None else value for side in ("low", "high"))
     return Measure(value, low, high, int(entry.get("count") or 0))
+
+
+def _measures(entries: Any) -> tuple[Measure, ...]:
+    """A list over positions; those that were never reached are left out."""
+    return tuple(found for item in entries if (found := measure(item)) is not None)
 
 
 def _finite(number: Any) -> float:
@@ -92,9 +102,14 @@ def _result(draft: str, parameters: int | None, entry: dict[str, Any]) -> Result
         identical=(int(identical[0]), int(identical[1])) if identical else None,
         alpha=measure(entry.get("alpha")),
         tokens_per_verify=measure(entry.get("tokens_per_verify")),
-        n_alpha=tuple(found for item in entry.get("n_alpha", []) if (found := measure(item)) is not None),
+        n_alpha=_measures(entry.get("n_alpha", [])),
         speedup=measure(entry.get("speedup")),
         draft_cost=measure(entry.get("draft_cost")),
+        drafting=str(entry.get("drafting", "")),
+        verify_cost=measure(entry.get("verify_cost")),
+        speedup_predicted=measure(entry.get("speedup_predicted")),
+        alpha_by_depth=_measures(entry.get("alpha_by_depth", [])),
+        alpha_teacher_forced=measure(entry.get("alpha_teacher_forced")),
     )
 
 
