@@ -1,5 +1,6 @@
 """The `draftsmith` command: arguments in, exit code out (0 done, 2 the user's input is wrong, 1 a fault of ours,
-such as a draft whose greedy output differs from plain decoding, 130 and 143 ended by SIGINT and SIGTERM).
+such as a draft whose greedy output differs from plain decoding, 3 a draft that misses a threshold, 130 and 143 ended by SIGINT
+and SIGTERM).
 
 Imports nothing heavy before a command runs, so that `--help` is instant.
 """
@@ -215,10 +216,39 @@ def train_eagle(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command("eval-acceptance")
-def eval_acceptance(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Measure alpha, tokens per verify, speed and exactness of every draft."""
-    if _print_results(_run(_load(config, overrides), "eval-acceptance")):
-        raise typer.Exit(1)
+def eval_acceptance(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="YAML file of the experiment", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    min_tokens_per_verify: Annotated[float | None, typer.Option(help="exit with 3 below this")] = None,
+    min_alpha: Annotated[float | None, typer.Option(help="exit with 3 below this")] = None,
+    min_speedup: Annotated[float | None, typer.Option(help="exit with 3 below this; 1 is plain decoding")] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="result or run folder; exit with 3 if significantly worse")
+    ] = None,
+    draft: Annotated[list[str] | None, typer.Option(help="judge this draft alone (may be repeated)")] = None,
+    again: Annotated[
+        Path | None, typer.Option(metavar="RESULT", help="measure this result anew and compare; takes no config")
+    ] = None,
+) -> None:
+    """Measure alpha, tokens per verify, speed and exactness of every draft; hold them against thresholds or a saved result."""
+    from draftsmith.evaluate import Gates, judge
+    from draftsmith.evaluate import again as measure_again
+
+    if again is not None:
+        if config is not None:
+            raise UserError(f"--again {again}: the result's file says all; leave {config} out")
+        if not measure_again(again, say):
+            raise typer.Exit(1)
+        return
+    if config is None:
+        raise UserError("eval-acceptance: give a config, or --again with a result")
+    run = _run(_load(config, overrides), "eval-acceptance")
+    inexact = _print_results(run)
+    code = judge(run, Gates(min_tokens_per_verify, min_alpha, min_speedup, baseline, draft or ()), say)
+    if inexact or code:
+        raise typer.Exit(1 if inexact else code)
 
 
 @app.command()

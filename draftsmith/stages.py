@@ -18,7 +18,6 @@ from rich.table import Table
 from draftsmith.config import Config
 from draftsmith.environment import describe_environment
 from draftsmith.errors import UserError, first_line
-from draftsmith.eval.results import SCHEMA
 from draftsmith.files import publish_json
 from draftsmith.progress import ticker
 from draftsmith.run import Unit, stamp
@@ -27,9 +26,10 @@ from draftsmith.tracking import Tracking
 if TYPE_CHECKING:
     from draftsmith.data.cache.online import AnyCache
     from draftsmith.data.documents import Documents
-    from draftsmith.data.rows import Rows
+    from draftsmith.data.rows import Row, Rows
     from draftsmith.eval.acceptance import PlainRuns
     from draftsmith.eval.drafters import Drafter
+    from draftsmith.eval.prompts import Prompt
     from draftsmith.models.target import Target
 
 STAGES = ("target", "prepare", "cache", "distill", "train-eagle", "eval-acceptance", "report")
@@ -81,6 +81,8 @@ def stage_units(config: Config, work: "Work") -> list[Unit]:
             )
         )
     measured = {key: value for key, value in resolved["evaluation"].items() if key != "drafts"}
+    if config.evaluation.questions is not None:
+        measured["content"] = stamp(Path(config.evaluation.questions).expanduser(), content=True)
     for draft in dict.fromkeys(config.evaluation.drafts):
         inputs = ("target", "prepare", *_trained_by(draft, config))
         evaluate = functools.partial(work.evaluate, draft)
@@ -223,10 +225,24 @@ class Work:
         return reader
 
     @functools.cached_property
-    def prompts(self) -> dict[str, list[list[int]]]:
-        from draftsmith.eval.acceptance import held_out_prompts
+    def prompts(self) -> dict[str, list["Prompt"]]:
+        """What is decoded: the user's questions, or held-out rows. Says what is odd about them."""
+        from draftsmith.data.contamination import begun
+        from draftsmith.eval.acceptance import held_out_prompts, questions
+        from draftsmith.eval.prompts import Writer
 
-        return held_out_prompts(self.rows("held_out"), self.config.evaluation, self.target.context)
+        settings = self.config.evaluation
+        found: dict[str, list[Prompt]] = {}
+        if settings.questions is None:
+            found |= held_out_prompts(self.rows("held_out"), settings, self.target.context)
+        else:
+            found, remarks = questions(self.target, settings)
+            for remark in remarks:
+                self.say(f"eval-acceptance: {remark}")
+        ids = list(map(Writer(self.target, settings.template).first, (one for own in found.values() for one in own)))
+        if repeated := begun(self.rows("train"), ids):
+            self.say(f"eval-acceptance: warning: {repeated} of {len(ids)} prompts also begin training rows")
+        return found
 
     @functools.cached_property
     def plain(self) -> "PlainRuns":
@@ -372,20 +388,27 @@ class Work:
     def evaluate(self, draft: str) -> None:
         """One draft's acceptance, speed and exactness, as `eval/<draft>.json`."""
         from draftsmith.eval.acceptance import evaluate
+        from draftsmith.eval.depth_one import depth_one, on_texts
+        from draftsmith.evaluate import document, trained_match
 
         settings = self.config.evaluation
         total = len(settings.rounds()) * sum(map(len, self.prompts.values()))
         drafter, about = self._drafter(draft)
+        texts = self._first_held_out(settings.held_out_rows)
         with ticker(f"eval-acceptance {draft}", total, "prompts") as progress:
-            results = evaluate(self.target, drafter, self.prompts, settings, self.plain, progress.advance)
-        document = {
-            "schema": SCHEMA,
-            "draft": about,
-            "target": {"path": self.config.target.path or "target", "fingerprint": self.target.fingerprint()},
-            "settings": settings.model_dump(mode="json", exclude={"drafts"}),
-            "results": results,
-        }
-        publish_json(self.run / "eval" / f"{draft}.json", document)
+            results = evaluate(self.target, drafter, self.prompts, settings, self.plain, progress.advance, texts)
+        path = self.config.target.path or "target"
+        found = document(self.target, about, path, settings, self.prompts, results)
+        trained, rows = None, 0
+        if draft == TRAINED or draft in self.config.eagle:
+            trained = trained_match(self.run / "draft" if draft == TRAINED else self.run / "eagle" / draft)
+            rows = self.config.eagle.get(draft, self.config.distill).held_out_rows
+        held_out = None if trained is None else on_texts(self.target, drafter, self._first_held_out(rows))
+        publish_json(self.run / "eval" / f"{draft}.json", found | {"depth_one": depth_one(results, trained, held_out)})
+
+    def _first_held_out(self, count: int) -> list["Row"]:
+        rows = self.rows("held_out")
+        return [rows[index] for index in range(min(count, len(rows)))]
 
     def _drafter(self, draft: str) -> tuple["Drafter", dict[str, Any]]:
         """The drafter of that name, and what the result says of it. Paths are relative to the run folder."""

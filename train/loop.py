@@ -107,6 +107,7 @@ class _Position:
     step: int = 0
     weight: float = 0.0  # of all predictions that were trained
     best: float = -1.0
+    match: float = 0.0  # greedy, of the first step, of the weights that were kept
     since_best: int = 0
     lines: str = ""  # of training.jsonl
     summary: Summary = field(default_factory=Summary)
@@ -325,7 +326,9 @@ class _Trainer:
                 if self.ranks.main:
                     self.keep()
                     self.checkpoints.note_draft()
-        return {"held_out_run_length": reached, "best_run_length": at.best, "best_step": at.summary.best_step}
+                    at.match = self.held_out.match(self.objective)
+        measured = {"held_out_run_length": reached, "best_run_length": at.best, "best_step": at.summary.best_step}
+        return measured | {"best_match": at.match}
 
     def _acceptance(self) -> list[float]:
         with unsharded(self.objective):

@@ -28,7 +28,7 @@ distill: {{tokens: 2000, batch_tokens: 256, validations: 1, held_out_rows: 2}}
 eagle:
   eagle3-no-rollout: {{rollouts: 1, tokens: 2000, batch_tokens: 256, validations: 1, held_out_rows: 2}}
   eagle3: {{rollouts: 3, tokens: 2000, batch_tokens: 256, validations: 1, held_out_rows: 2, kv_heads: 2, draft_vocabulary: 200}}
-evaluation: {{drafts: [{drafts}], prompts: 2, prompt_tokens: 16, max_new_tokens: 16, K: 3, timed_prompts: 1}}
+evaluation: {{drafts: [{drafts}], prompts: 2, prompt_tokens: 16, max_new_tokens: 16, K: 3, timed_prompts: 1, held_out_rows: 2}}
 tracking: {{trackers: []}}
 """
 
@@ -107,6 +107,71 @@ def test_the_result_names_draft_target_and_settings_by_paths_inside_the_run(conf
     assert len(document["target"]["fingerprint"]) == 32
     assert document["settings"]["K"] == 3
     assert str(config.parent) not in json.dumps(document)
+
+
+def test_training_teacher_forcing_and_decoding_agree_on_the_first_drafted_token(config: Path) -> None:
+    """FAULTS 59, from the trainer's note to the result: in fp32 to the last position."""
+    for draft in ("distilled", "eagle3-no-rollout", "eagle3"):
+        checks = results(config)[draft]["depth_one"]
+        assert set(checks) == {"held_out", "answers"}
+        assert [check["difference"] for check in checks.values()] == pytest.approx([0.0, 0.0], abs=1e-9), draft
+    assert set(results(config)["oracle"]["depth_one"]) == {"answers"}
+    assert results(config)["prompt-lookup"]["depth_one"] == {}
+
+
+def test_a_result_is_measured_again_from_its_file_alone(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FAULTS 61: the run folder may have moved, and the config be gone."""
+    run_copy = tmp_path / "elsewhere"
+    shutil.copytree(config.parent / "runs" / "exp", run_copy)
+    path = run_copy / "eval" / "eagle3.json"
+    assert run("eval-acceptance", "--again", path) == 0
+    assert "4 results again, acceptance is identical" in capsys.readouterr().out
+    document = json.loads(path.read_text())
+    document["results"][1]["alpha"]["value"] += 1e-6
+    path.write_text(json.dumps(document))
+    assert run("eval-acceptance", "--again", path) == 1
+    out = capsys.readouterr().out
+    assert out.count("DIFFERS: ") == 1
+    assert ": alpha is " in out
+    path.write_text(json.dumps(document | {"template": None}))
+    assert run("eval-acceptance", "--again", path) == 2
+    assert "another chat template" in capsys.readouterr().err
+    path.write_text(json.dumps(document | {"target": document["target"] | {"fingerprint": "0" * 32}}))
+    assert run("eval-acceptance", "--again", path) == 2
+    assert run("eval-acceptance", config, "--again", path) == 2
+    assert run("eval-acceptance") == 2
+
+
+def test_thresholds_set_the_exit_code(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FAULTS 60. Prompt lookup finds little in random words, and a result is not worse than itself."""
+    assert run("eval-acceptance", config, "--min-tokens-per-verify", "3.9", "--draft", "oracle") == 0
+    assert run("eval-acceptance", config, "--min-tokens-per-verify", "3.9", "--draft", "untrained") == 3
+    assert "MISSED: untrained on " in capsys.readouterr().out
+    assert run("eval-acceptance", config, "--baseline", config.parent / "runs" / "exp") == 0
+
+
+def test_questions_of_a_file_take_the_place_of_held_out_rows_and_known_ones_are_counted(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FAULTS 11: the question of every training chat, and one of two turns that stands nowhere."""
+    root = config.parent / "asked"
+    shutil.copytree(config.parent / "runs", root)
+    lines: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": "Speak."}]}, {"turns": ["fox", "dog"]}]
+    (root / "q.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    asked = [f"run_root={root}", "evaluation.drafts=[prompt-lookup]", f"evaluation.questions={root}/q.jsonl"]
+    assert run("eval-acceptance", config, *asked) == 0
+    assert "warning: 1 of 2 prompts also begin training rows" in capsys.readouterr().out
+    document = json.loads((root / "exp" / "eval" / "prompt-lookup.json").read_text())
+    assert [(e["domain"], e["prompts"], e["answers"]) for e in document["results"]] == [("questions", 2, 3)] * 2
+    assert document["template"]["add_generation_prompt"]
+    assert document["prompts"]["questions"][1] == {"messages": [], "turns": ["fox", "dog"]}
+    assert run("eval-acceptance", config, *asked) == 0
+    assert "eval-acceptance: unchanged, skipped" in capsys.readouterr().out
+    (root / "q.jsonl").write_text(json.dumps(lines[0]))
+    assert run("eval-acceptance", config, *asked) == 0
+    assert len(json.loads((root / "exp" / "eval" / "prompt-lookup.json").read_text())["prompts"]["questions"]) == 1
 
 
 def test_a_second_run_skips_every_stage(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

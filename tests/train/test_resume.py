@@ -319,6 +319,9 @@ class Stub:
     def expected_acceptance(self, objective: Any) -> list[float]:
         return [next(self.values)]
 
+    def match(self, objective: Any) -> float:
+        return 0.5
+
 
 def test_the_best_weights_are_those_of_the_best_validation_and_best_and_last_are_named(
     bench: Bench, tmp_path: Path
