@@ -23,7 +23,8 @@ from draftsmith.cli import main as draftsmith
 
 PATIENCE = 120  # seconds: a command that needs longer hangs
 LAUNCHER = 5  # seconds that the launcher of several ranks gives the others to end when one is dead
-TIMES = ("tokens_per_second", "memory_gb", "data_wait", "speedup", "created", "seconds", "version")
+COSTS = ("speedup", "draft_cost", "verify_cost", "speedup_predicted")
+TIMES = ("tokens_per_second", "memory_gb", "data_wait", *COSTS, "created", "seconds", "version")
 WORDS = (
     "the",
     "quick",

@@ -125,11 +125,12 @@ def _check_inputs_of_cache(loaded: "Loaded") -> None:
 
 
 def _print_results(run: Path) -> bool:
-    """Tables and verdict. Returns whether a greedy output differs from plain decoding."""
+    """Tables and verdict. Returns whether a greedy output differs from plain decoding, or training contradicts decoding."""
     from rich.console import Console
 
     from draftsmith.eval.report import console_tables, verdict
     from draftsmith.eval.results import left_out, load_results
+    from draftsmith.evaluate import contradictions
 
     results = load_results(run)
     console = Console(width=None if sys.stdout.isatty() else 120)
@@ -139,7 +140,7 @@ def _print_results(run: Path) -> bool:
         say(f"left out: {', '.join(stale)}")
     judged = verdict(results)
     say(judged.text)
-    return judged.tone == "inexact"
+    return contradictions(run, say) or judged.tone == "inexact"
 
 
 @app.command()
@@ -148,9 +149,9 @@ def demo(overrides: Overrides = None) -> None:
     from draftsmith.config import embedded
 
     run = _run(_load(embedded("demo"), overrides), "report")
-    inexact = _print_results(run)
+    at_fault = _print_results(run)
     say(f"report: {run / 'report.html'}")
-    if inexact:
+    if at_fault:
         raise typer.Exit(1)
 
 
@@ -233,7 +234,7 @@ def eval_acceptance(
     ] = None,
 ) -> None:
     """Measure alpha, tokens per verify, speed and exactness of every draft; hold them against thresholds or a saved result."""
-    from draftsmith.evaluate import Gates, judge
+    from draftsmith.evaluate import MISSED, Gates, judge
     from draftsmith.evaluate import again as measure_again
 
     if again is not None:
@@ -245,10 +246,10 @@ def eval_acceptance(
     if config is None:
         raise UserError("eval-acceptance: give a config, or --again with a result")
     run = _run(_load(config, overrides), "eval-acceptance")
-    inexact = _print_results(run)
-    code = judge(run, Gates(min_tokens_per_verify, min_alpha, min_speedup, baseline, draft or ()), say)
-    if inexact or code:
-        raise typer.Exit(1 if inexact else code)
+    at_fault = _print_results(run)
+    missed = judge(run, Gates(min_tokens_per_verify, min_alpha, min_speedup, baseline, draft or ()), say)
+    if at_fault or missed:
+        raise typer.Exit(1 if at_fault else MISSED)
 
 
 @app.command()

@@ -234,12 +234,14 @@ class Work:
         settings = self.config.evaluation
         found: dict[str, list[Prompt]] = {}
         if settings.questions is None:
-            found |= held_out_prompts(self.rows("held_out"), settings, self.target.context)
+            held_out = held_out_prompts(self.rows("held_out"), settings, self.target.context)
+            found.update({domain: list(asked) for domain, asked in held_out.items()})
         else:
             found, remarks = questions(self.target, settings)
             for remark in remarks:
                 self.say(f"eval-acceptance: {remark}")
-        ids = list(map(Writer(self.target, settings.template).first, (one for own in found.values() for one in own)))
+        writer = Writer(self.target, settings.template)
+        ids = [writer.first(prompt) for asked in found.values() for prompt in asked]
         if repeated := begun(self.rows("train"), ids):
             self.say(f"eval-acceptance: warning: {repeated} of {len(ids)} prompts also begin training rows")
         return found

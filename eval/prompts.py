@@ -51,8 +51,11 @@ class Writer:
     @property
     def template(self) -> dict[str, Any] | None:
         """What is recorded of the chat template; None where there is none, or where it is not used."""
-        text = None if self.plain or not self._target.has_tokenizer else self._target.tokenizer.chat_template
-        if not isinstance(text, str):
+        if self.plain or not self._target.has_tokenizer:
+            return None
+        try:
+            text = self._target.tokenizer.get_chat_template()
+        except ValueError:  # there is none
             return None
         return {"hash": hashlib.sha256(text.encode()).hexdigest()[:16], "text": text, "add_generation_prompt": True}
 
@@ -118,7 +121,7 @@ def read_questions(
     if empty := [domain for domain, prompts in found.items() if not prompts]:
         raise UserError(
             f"evaluation.questions: {path} has no usable prompt of {', '.join(empty)} ({too_long} have more than {room} tokens, "
-            "which is what max_new_tokens and K leave of the target's context)"
+            "which is what max_new_tokens and K leave of the target's context); set evaluation.domains to null or to what it has"
         )
     return found, too_long
 

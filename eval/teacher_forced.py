@@ -5,6 +5,7 @@ drafts and the target's whole distribution; nothing of files, caches or domains.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -133,7 +134,7 @@ def _predictions(drafter: Any, ids: Tensor, own: LMOutput, depths: int) -> Itera
     else:
         for k in range(min(depths, drafter.head.config.heads)):
             states = drafter.head.state(own.last[0, : max(len(ids) - 2 - k, 0)], k)
-            yield 2 + k, states, lambda states, k=k: drafter.head.logits(states, k)
+            yield 2 + k, states, partial(drafter.head.logits, k=k)
 
 
 def eagle_rollout(head: EagleHead, ids: Tensor, features: Tensor, depths: int) -> Iterator[Tensor]:

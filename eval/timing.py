@@ -71,7 +71,7 @@ class Speed:
         faster = (weights @ tokens) / (weights @ verifies)
         slower = (timed @ (verify + K * draft)) / (timed @ plain)
         value = tokens.sum() / verifies.sum() * plain.sum() / (verify + K * draft).sum()
-        measured = {
+        measured: dict[str, dict[str, Any]] = {
             "speedup": self.speedup(),
             "draft_cost": ratio(draft, plain),
             "verify_cost": ratio(verify, plain),
