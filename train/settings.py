@@ -167,8 +167,8 @@ class EagleTrainSettings(TrainSettings):
     norm_taps, norm_state: EAGLE-3.1. inputs: what a slot joins, "shifted" or one of EAGLE's ablations.
 
     detach: no gradient between rollout steps (HASS, together with top_k_cross_entropy). feature_loss: weight of the regression to
-    the target's last state (EAGLE-1's published mixture, 1 to 0.1, is 10); noise: half-width of the uniform noise on the features (EAGLE-1). confidence: weight of
-    training a further output to predict acceptance (0: the head has none).
+    the target's last state (EAGLE-1's published mixture, 1 to 0.1, is 10); noise: half-width of the uniform noise on the features
+    (EAGLE-1). confidence: weight of training a further output to predict acceptance (0: the head has none).
     """
 
     kind: Literal["eagle3", "eagle1", "medusa"] = "eagle3"
