@@ -274,11 +274,14 @@ def plan(
         float | None, typer.Option(min=1, help="tokens/s of the target; tells how long caching takes")
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="time one batch of the target for that")] = False,
+    train_tokens_per_second: Annotated[
+        float | None, typer.Option(min=1, help="tokens/s of training; by default what an earlier training here reached")
+    ] = None,
 ) -> None:
     """Say what would run and what it needs; run nothing."""
     from draftsmith.plan import print_plan
 
-    print_plan(_load(config, overrides).config, tokens_per_second, measure)
+    print_plan(_load(config, overrides).config, tokens_per_second, measure, train_tokens_per_second)
 
 
 @app.command("show-mask")

@@ -14,6 +14,7 @@ LossName = Literal[
     "negative_log_acceptance",
     "adaptive_kl_tv",
     "cross_entropy",
+    "top_k_cross_entropy",
 ]
 Rest = Literal["bucket", "tail"]
 
@@ -22,9 +23,9 @@ class TrainSettings(Settings):
     """How a draft is trained.
 
     loss: one of `train.losses`, or several with their weights ({forward_kl: 0.5, total_variation: 0.5}); beta: of
-    jensen_shannon, 0 is KL(p ‖ q), 1 is KL(q ‖ p); eta: of adaptive_kl_tv; rest: how the mass of a top-k cache's unlisted tokens
-    counts as acceptance, bucket (not at all) or tail (as far as the draft has mass there, too); temperature: of distillation, for
-    target and draft alike, 1 unless the cache keeps the whole distribution.
+    jensen_shannon, 0 is KL(p ‖ q), 1 is KL(q ‖ p); eta: of adaptive_kl_tv; top_k: tokens of top_k_cross_entropy; rest: how the mass
+    of a top-k cache's unlisted tokens counts as acceptance, bucket (not at all) or tail (as far as the draft has mass there, too);
+    temperature: of distillation, for target and draft alike, 1 unless the cache keeps the whole distribution.
     tokens: how many cached tokens it sees in all (rows come again in a new order each epoch); batch_tokens: of one micro-batch,
     padding included; accumulate: micro-batches of an optimiser step; matrix_lr: of Muon, for hidden matrices; other_lr: of AdamW,
     for heads, embeddings and norms; weight_decay: of matrices, heads and embeddings; warmup: share of the steps; clip: norm of
@@ -38,6 +39,7 @@ class TrainSettings(Settings):
     beta: float = Field(0.5, ge=0, le=1)
     eta: float = Field(3.0, ge=0)
     rest: Rest = "bucket"
+    top_k: int = Field(10, ge=1)
     temperature: float = Field(1.0, gt=0)
     tokens: int = Field(200_000, ge=1)
     batch_tokens: int = Field(2048, ge=1)
@@ -64,7 +66,12 @@ class TrainSettings(Settings):
         if not self.mixture:
             raise ValueError("loss: names no loss; give one, or several with their weights")
         by_acceptance = {"total_variation", "negative_log_acceptance", "adaptive_kl_tv"}
-        users = {"beta": {"jensen_shannon"}, "eta": {"adaptive_kl_tv"}, "rest": by_acceptance}
+        users = {
+            "beta": {"jensen_shannon"},
+            "eta": {"adaptive_kl_tv"},
+            "rest": by_acceptance,
+            "top_k": {"top_k_cross_entropy"},
+        }
         for option, names in users.items():
             if getattr(self, option) != type(self).model_fields[option].default and not names & set(self.mixture):
                 raise ValueError(
@@ -159,9 +166,9 @@ class EagleTrainSettings(TrainSettings):
     the joined token's embedding on, in heads whose attention is as wide as they are (`models.eagle.start_from_embedding`).
     norm_taps, norm_state: EAGLE-3.1. inputs: what a slot joins, "shifted" or one of EAGLE's ablations.
 
-    detach: no gradient between rollout steps (HASS). feature_loss: weight of the regression to the target's last state (EAGLE-1's
-    published mixture, 1 to 0.1, is 10); noise: half-width of the uniform noise on the features (EAGLE-1). confidence: weight of
-    training a further output to predict acceptance (0: the head has none).
+    detach: no gradient between rollout steps (HASS, together with top_k_cross_entropy). feature_loss: weight of the regression to
+    the target's last state (EAGLE-1's published mixture, 1 to 0.1, is 10); noise: half-width of the uniform noise on the features
+    (EAGLE-1). confidence: weight of training a further output to predict acceptance (0: the head has none).
     """
 
     kind: Literal["eagle3", "eagle1", "medusa"] = "eagle3"

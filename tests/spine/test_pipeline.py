@@ -199,8 +199,17 @@ def test_the_plan_tells_the_size_of_the_cache_and_the_parameters(
     said = float(out.split(" rows, ")[1].split(" MB")[0].replace(",", ""))
     stored = sum(path.stat().st_size for path in (config.parent / "runs" / "exp" / "cache").glob("*.safetensors"))
     assert said == pytest.approx(stored / 1e6, rel=0.05, abs=0.05)
-    for draft in ("distilled", "eagle3-no-rollout", "eagle3"):
+    folder = config.parent / "runs" / "exp"
+    for draft, log in {
+        "distilled": "draft",
+        "eagle3-no-rollout": "eagle/eagle3-no-rollout",
+        "eagle3": "eagle/eagle3",
+    }.items():
         assert f"{results(config)[draft]['draft']['parameters']:,}" in out
+        rate = json.loads((folder / log / "training.jsonl").read_text().splitlines()[-1])["tokens_per_second"]
+        assert f" {rate:,.0f} " in out  # what its training here reached
+    assert run("plan", config, "--train-tokens-per-second", "10", "distill.tokens=600") == 0
+    assert "60 seconds" in capsys.readouterr().out
 
 
 def test_changed_cache_settings_are_refused_by_name_and_nothing_is_lost(
