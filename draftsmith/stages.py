@@ -386,6 +386,7 @@ class Work:
             "results": results,
         }
         publish_json(self.run / "eval" / f"{draft}.json", document)
+        self.tracking.results(draft, results)
 
     def _drafter(self, draft: str) -> tuple["Drafter", dict[str, Any]]:
         """The drafter of that name, and what the result says of it. Paths are relative to the run folder."""
@@ -408,8 +409,11 @@ class Work:
     def report(self) -> None:
         """The page, and where it was made."""
         from draftsmith.eval.report import build_report
+        from draftsmith.eval.results import load_results
 
-        self.say(f"report: {build_report(self.run)}")
+        page = build_report(self.run)
+        self.tracking.report(load_results(self.run), page)
+        self.say(f"report: {page}")
 
     def write_environment(self) -> None:
         """environment.json: what the run's numbers were made on."""
