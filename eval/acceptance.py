@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from draftsmith.errors import UserError
+from draftsmith.eval.calibration import calibration, watched
 from draftsmith.eval.decode import Decoded, decode
 from draftsmith.eval.drafters import Drafter, NoDraft
 from draftsmith.eval.metrics import metrics, ratio
@@ -82,9 +83,10 @@ def evaluate(
     `plain` is filled with the reference outputs on first use and shared between drafts.
     """
     results = []
+    watch = watched(drafter)  # its thoughts cost time: it is not the one that is timed
     for domain, texts in prompts.items():
         for temperature, chosen in settings.rounds():
-            decoded = decode_all(target, drafter, texts, chosen, temperature)
+            decoded = decode_all(target, watch, texts, chosen, temperature)
             entry: dict[str, Any] = {
                 "domain": domain,
                 "temperature": temperature,
@@ -99,6 +101,8 @@ def evaluate(
                 entry["identical"] = [_identical(target, domain, texts, decoded, settings, plain), len(texts)]
             if target.has_tokenizer:
                 entry["sample"] = sample(decoded[0], target.tokenizer)
+            if bins := calibration(watch, decoded):
+                entry["calibration"] = bins
             if settings.timed_prompts:
                 timed = texts[: settings.timed_prompts]
                 entry["speedup"] = measured_speedup(target, drafter, timed, chosen, temperature)

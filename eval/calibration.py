@@ -32,7 +32,7 @@ class WatchedDrafter(EagleDrafter):
 
     def begin(self, batch: int, capacity: int) -> None:
         super().begin(batch, capacity)
-        self._active = [[] for _ in range(batch)]  # type: list[list[list[float]]]
+        self._active: list[list[list[float]]] = [[] for _ in range(batch)]
         self.seen += self._active
 
     def propose(self, committed: Committed, shape: Shape, sampler: Sampler) -> Proposal:
@@ -65,12 +65,12 @@ def watched(drafter: Drafter) -> Drafter:
 def calibration(drafter: Drafter, decoded: Sequence[Decoded]) -> list[dict[str, Any]]:
     """Per tenth of confidence that occurs: its mean, and the mean acceptance probability Σ min(p, q) with its interval.
 
-    decoded: all that `drafter` has drafted for since it was made. Empty for a drafter that is not watched.
+    decoded: the last that `drafter` drafted for. Empty for a drafter that is not watched.
     """
     if not isinstance(drafter, WatchedDrafter):
         return []
     prompts, sure, accepted = [], [], []
-    for prompt, (result, seen) in enumerate(zip(decoded, drafter.seen, strict=True)):
+    for prompt, (result, seen) in enumerate(zip(decoded, drafter.seen[-len(decoded) :], strict=True)):
         for verify, thoughts in zip(result.trace, seen, strict=True):
             for thought, overlap in zip(
                 thoughts, verify.overlaps, strict=False

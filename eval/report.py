@@ -71,8 +71,8 @@ def row(result: Result) -> dict[str, str]:
 def console_tables(results: list[Result]) -> list[Table]:
     """The result as one table per setting for a terminal; intervals are 95 %."""
     tables = []
-    for (temperature, K, tree), group in by_setting(results):
-        table = Table(title=f"T = {temperature:g}, K = {K}, {tree}", title_justify="left", title_style="bold")
+    for setting, group in by_setting(results):
+        table = Table(title=setting.label, title_justify="left", title_style="bold")
         for heading in ("domain", "draft"):
             table.add_column(heading)
         for heading in ("alpha", "tokens/verify", "95 %", "iid", "speedup", "identical"):

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pages import entry, interval, write
 
@@ -138,12 +139,14 @@ def test_each_panel_shows_the_numbers_that_it_is_of(tmp_path: Path, monkeypatch:
     write(tmp_path, eagle3=[entry("code", 2.8, 1.5, survival=survival, **costs)])
     results = load_results(tmp_path)
     (_, tokens, _), (_, _, axes) = length_plots(results)
-    assert tokens["code"] == pytest.approx([[0, 1], [1, 1.7], [2, 2.2], [3, 2.5], [4, 2.7], [5, 2.8]])
+    assert np.array(tokens["code"]) == pytest.approx(
+        np.array([[0, 1], [1, 1.7], [2, 2.2], [3, 2.5], [4, 2.7], [5, 2.8]])
+    )
     curve = next(line.get_xydata() for line in axes.lines if line.get_linestyle() == "--")
     assert curve[5] == pytest.approx([5, (1 - 0.7**6) / 0.3 / (1.2 + 0.5)])
     assert axes.containers[0].lines[0].get_xydata().tolist() == [[5, 1.5]]
     [(_, _, axes)] = calibration_plots(results)
-    assert axes.containers[0].lines[0].get_xydata() == pytest.approx([[0.25, 0.3], [0.75, 0.7]])
+    assert axes.containers[0].lines[0].get_xydata() == pytest.approx(np.array([[0.25, 0.3], [0.75, 0.7]]))
     panels = sweep_plots(load_results(hot_run(tmp_path, {"sampled": 1.2, "greedy": 0.8})), "eagle3")
     assert [name for name, _, _ in panels] == ["temperature-alpha", "temperature-tokens", "temperature-speedup"]
     lines = {box.get_label(): box.lines[0].get_xydata().tolist() for box in panels[1][2].containers}
