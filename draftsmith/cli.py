@@ -267,6 +267,26 @@ def report(
 
 
 @app.command()
+def dashboards(
+    place: Annotated[
+        str, typer.Argument(metavar="RUN_OR_PROJECT", help="run folder, project or entity/project", show_default=False)
+    ],
+    dry_run: Annotated[
+        Path | None, typer.Option("--dry-run", metavar="FILE", help="write what would be made as JSON, make nothing")
+    ] = None,
+) -> None:
+    """Set up the W&B workspace and report of a project."""
+    from draftsmith.dashboards import make_dashboards, write_definition
+
+    if dry_run is not None:
+        write_definition(place, dry_run)
+        say(f"dashboards: {dry_run}")
+        return
+    for address in make_dashboards(place):
+        say(f"dashboards: {address}")
+
+
+@app.command()
 def plan(
     config: ConfigPath,
     overrides: Overrides = None,

@@ -407,6 +407,7 @@ class Work:
             rows = self.config.eagle.get(draft, self.config.distill).held_out_rows
         held_out = None if trained is None else on_texts(self.target, drafter, self._first_held_out(rows))
         publish_json(self.run / "eval" / f"{draft}.json", found | {"depth_one": depth_one(results, trained, held_out)})
+        self.tracking.results(draft, results)
 
     def _first_held_out(self, count: int) -> list["Row"]:
         rows = self.rows("held_out")
@@ -433,8 +434,11 @@ class Work:
     def report(self) -> None:
         """The page, and where it was made."""
         from draftsmith.eval.report import build_report
+        from draftsmith.eval.results import load_results
 
-        self.say(f"report: {build_report(self.run)}")
+        page = build_report(self.run)
+        self.tracking.report(load_results(self.run), page)
+        self.say(f"report: {page}")
 
     def write_environment(self) -> None:
         """environment.json: what the run's numbers were made on."""

@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from draftsmith.errors import UserError
+from draftsmith.eval.calibration import calibration, watched
 from draftsmith.eval.decode import Decoded, decode
 from draftsmith.eval.depth_one import on_answers
 from draftsmith.eval.drafters import Drafter, NoDraft
@@ -89,11 +90,12 @@ def evaluate(
     by teacher forcing.
     """
     results, rounds, writer = [], settings.rounds(), Writer(target, settings.template)
+    watch = watched(drafter)  # its thoughts cost time: it is not the one that is timed
     for domain, asked in prompts.items():
         samplers = [sampler_of(chosen, temperature) for temperature, chosen in rounds]
         forced = forced_metrics(target, drafter, [t for t in texts if t.domain == domain], samplers, settings.K)
         for (temperature, chosen), on_text in zip(rounds, forced, strict=True):
-            decoded = play(target, drafter, asked, chosen, temperature, writer)
+            decoded = play(target, watch, asked, chosen, temperature, writer)
             traces = [[answer.trace for answer in answers] for answers in decoded]
             measured = metrics([[verify for trace in own for verify in trace] for own in traces], settings.K)
             entry: dict[str, Any] = {
@@ -119,6 +121,8 @@ def evaluate(
                 entry["depth_one"] = on_answers(target, drafter, [answer for own in decoded for answer in own])
             if target.has_tokenizer:
                 entry["sample"] = sample(decoded[0][0], target.tokenizer)
+            if bins := calibration(watch, in_order(decoded)):
+                entry["calibration"] = bins
             if settings.timed_prompts:
                 sums = [np.array(measured["per_prompt"][name]) for name in ("tokens", "verifies")]
                 few = [writer.first(prompt) for prompt in asked[: settings.timed_prompts]]
@@ -157,6 +161,12 @@ def play(
         following = {n: writer.following(prompts[n], [a.tokens for a in answers[n]], room) for n in asked}
         asked = {number: ids for number, ids in following.items() if ids is not None}
     return answers
+
+
+def in_order(answers: Sequence[Sequence[Decoded]]) -> list[Decoded]:
+    """The answers to prompts, as `play` decoded them: all first turns, then all second ones."""
+    turns = zip_longest(*answers)
+    return [answer for turn in turns for answer in turn if answer is not None]
 
 
 def decode_all(

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from kit import WORDS
+from offline import wandb_values
 
-from draftsmith.cli import main
+from draftsmith.cli import _load, _run, main
 from draftsmith.run import RunFolder
+from draftsmith.tracked import KEYS, documented
 
 DRAFTS = ("untrained", "distilled", "eagle3-no-rollout", "eagle3", "prompt-lookup", "oracle")
 CONFIG = """
@@ -33,6 +35,9 @@ tracking: {{trackers: []}}
 """
 
 
+TRACKED = "tracking.trackers=[wandb]"
+
+
 def document(rng: random.Random, chat: bool) -> dict[str, Any]:
     text = " ".join(rng.choice(WORDS) for _ in range(50))
     if not chat:
@@ -44,7 +49,9 @@ def document(rng: random.Random, chat: bool) -> dict[str, Any]:
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config whose every stage has run."""
     file = new_config(tmp_path_factory.mktemp("pipeline"))
-    assert run("eval-acceptance", file) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        assert run("eval-acceptance", file, TRACKED) == 0
     return file
 
 
@@ -187,6 +194,17 @@ def test_the_report_shows_every_draft_and_every_training_curve(config: Path) -> 
     page = (folder / "report.html").read_text()
     assert all(draft in page for draft in DRAFTS)
     assert {"training-target.png", "training-drafts.png"} <= {path.name for path in (folder / "plots").iterdir()}
+
+
+def test_an_offline_wandb_run_holds_every_documented_key_and_no_other(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    _run(_load(config, [TRACKED]), "report")
+    files = (config.parent / "runs" / "exp").glob("wandb/offline-run-*/*.wandb")
+    names = {name for file in files for name in wandb_values(file) if not name.startswith("_")}
+    assert [name for name in sorted(names) if len(list(documented(name))) != 1] == []
+    assert {key.name for name in names for key in documented(name)} == {key.name for key in KEYS}
 
 
 def test_the_plan_tells_the_size_of_the_cache_and_the_parameters(
