@@ -117,9 +117,10 @@ def measure(
     repetitions: int,
     verifies: int = 8,
 ) -> dict[Key, Timing]:
-    """Timings of plain decoding and of each draft's shapes (`FILLER`: of a `Filler`) on `batch` of the texts at once; all in turn, `repetitions` times.
+    """Timings of plain decoding and of each draft's shapes (`FILLER`: of a `Filler`) on `batch` of the texts at once.
 
-    Each run is `verifies` verifies long, after a first one. sampler(shape): how it drafts and what is sampled.
+    All runs take turns, `repetitions` times. Each is `verifies` verifies long, after a first one. sampler(shape): how it drafts
+    and what is sampled.
     """
     runs: list[Key] = [(PLAIN, None), *((name, shape) for name, chosen in shapes.items() for shape in chosen)]
     found = {key: Timing() for key in runs}

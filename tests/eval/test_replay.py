@@ -18,7 +18,7 @@ from draftsmith.models.eagle import new_eagle_head
 from draftsmith.models.medusa import new_medusa_heads
 from draftsmith.models.vocabulary import DraftVocabulary
 
-TOKENS, DEPTH = 16, 8
+TOKENS, DEPTH = 12, 8
 
 
 def near_copy(noise=0.03):
@@ -46,7 +46,7 @@ def drafters(target):
 NAMES = list(drafters(tiny_target()))
 
 
-def prompts(count=5, seed=0):
+def prompts(count=4, seed=0):
     rng = np.random.default_rng(seed)
     texts = [rng.integers(6, 100, int(n)).tolist() for n in rng.integers(2, 20, count - 2)]
     return [[7], [9, 8, 9, 8, 9, 8], *texts]
@@ -69,10 +69,11 @@ DYNAMIC = [Dynamic(3, depth, budget) for depth, budget in ((1, 2), (3, 9), (4, 2
 def test_greedy_drafts_replay_to_the_very_counts_of_decoding(name):
     target, texts = tiny_target(), prompts()
     drafter = drafters(target)[name]
-    depth, lengths = (DEPTH, range(1, DEPTH + 1)) if name == "draft LM" else (4, (1, 4))
+    depth, lengths = (DEPTH, range(1, DEPTH + 1)) if name == "draft LM" else (4, (3,))
+    trees = STATIC + DYNAMIC if name in ("draft LM", "EAGLE-3") else [STATIC[0], DYNAMIC[1]]
     plain = run(target, NoDraft(), chain_shape(1), Sampler(0.0), texts)
     trace = record(target, drafter, plain, Sampler(0.0), depth=depth, pools=[(3, 1.0)])
-    for shape in [chain_shape(K) for K in lengths] + ([] if name == "prompt lookup" else STATIC + DYNAMIC):
+    for shape in [chain_shape(K) for K in lengths] + ([] if name == "prompt lookup" else trees):
         scored = replay(trace, shape)
         verifies, accepted = counts(run(target, drafter, shape, Sampler(0.0), texts))
         assert scored.verifies.tolist() == verifies, shape
@@ -154,15 +155,18 @@ def test_a_text_that_ends_in_eos_or_at_a_cap_is_cut_as_decoding_cuts_it():
         assert replay(trace, chain_shape(K)).accepted.tolist() == counts(decoded)[1]
 
 
-@pytest.mark.parametrize("name", ["draft LM", "EAGLE-3, half the vocabulary"])
-@pytest.mark.parametrize("shape", [chain_shape(4), level_shape([3, 2, 1])], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("draft LM", chain_shape(3)), ("EAGLE-3, half the vocabulary", level_shape([3, 2]))],
+    ids=["chain", "tree"],
+)
 def test_sampled_drafts_replay_to_the_mean_of_many_decodings(name, shape):
-    """Verifies per token of 16 seeds against the replay of the texts that were decoded: the differences of the seeds have mean 0.
-    Their mean is within 4 standard errors of 0 for all four cases in all but about 1 of 1 000 runs (t, 15 degrees)."""
+    """Verifies of 10 seeds against the replay of the texts that were decoded: their differences have mean 0.
+    Their mean is within 4 standard errors of 0 for both cases in all but about 1 of 150 choices of seeds (t, 9 degrees)."""
     target = tiny_target()
     drafter, sampler = drafters(target)[name], Sampler(1.0)
     differences = []
-    for seed in range(16):
+    for seed in range(10):
         decoded = run(target, drafter, shape, sampler, prompts(), seed=seed)
         trace = record(target, drafter, decoded, sampler, depth=shape.depth, siblings=3, seed=seed)
         scored = replay(trace, shape, sampled=True)
