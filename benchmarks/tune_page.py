@@ -2,11 +2,11 @@
 
 from typing import Any
 
-PAGE = """# Tuning: which draft, how much of it, and when not to
+HOW = """# Tuning: which draft, how much of it, and when not to
 
 `draftsmith tune CONFIG` (`make tune CONFIG=FILE`) profiles *this* target on *this* workload and writes `tune.json` and
-`skill-speculative-tuning.md` into the run folder: the draft, the length or tree, exact flags for vLLM, SGLang and TensorRT-LLM,
-and the rules at run time with their thresholds. `draftsmith theory` prints what the textbook expects of a chain, for any α and cost.
+`skill-speculative-tuning.md` into the run folder: the draft, length or tree, exact flags for vLLM, SGLang and TensorRT-LLM, and
+the rules at run time with their thresholds. `draftsmith theory` prints what the textbook expects of a chain, for any α and cost.
 
 ## How it works
 
@@ -17,8 +17,8 @@ and the rules at run time with their thresholds. `draftsmith theory` prints what
    those of decoding, exactly. For sampled drafts the expectation given the text is exact for chains (an emitted token x had been
    accepted with probability min(p, q)(x) / p(x)) and unbiased for trees; which texts are written is chance, as it is in
    decoding. What cannot be replayed: drafters that learn from their own rejections (lookahead), and chains that stop by confidence.
-3. **Time.** Draft, verify and the rest of each step are timed inside the decoder's own loop (`eval/costs.py`), all settings in turn,
-   at several batch sizes; or they are stated for another machine.
+3. **Time.** Draft, verify and the rest of each step are timed inside the decoder's own loop (`eval/costs.py`), all settings in
+   turn, at several batch sizes; or they are stated for another machine.
 4. **Predict** time = verifies × (draft + verify + rest) + prefill, for every setting, with intervals bootstrapped over prompts and
    timings.
 5. **Check.** The best few are decoded for real, beside plain decoding, and the error of the prediction is reported.
@@ -46,12 +46,14 @@ A laptop plans for a cluster from costs that are stated, one entry per batch siz
 tune:
   batches: [1, 32]
   costs:
-    - {{batch: 1, target_step_ms: 22, draft_step_ms: 1.1, verify_ms: {{8: 22.6, 64: 26}}, overhead_ms: 0.4}}
-    - {{batch: 32, target_step_ms: 29, draft_step_ms: 1.6, verify_ms: {{8: 47, 64: 240}}, overhead_ms: 0.6}}
+    - {batch: 1, target_step_ms: 22, draft_step_ms: 1.1, verify_ms: {8: 22.6, 64: 26}, overhead_ms: 0.4}
+    - {batch: 32, target_step_ms: 29, draft_step_ms: 1.6, verify_ms: {8: 47, 64: 240}, overhead_ms: 0.6}
 ```
 
 In a server's loop the rules are a class, `draftsmith.eval.gate.SpeculationGate`; `runtime` in `tune.json` holds its arguments.
+"""
 
+MEASURED = """
 ## Measured
 
 Made by `make bench-tune` from a finished demo; the numbers are in `docs/studies/tune.json`. The *heavy twin* computes the same
@@ -88,7 +90,7 @@ def page(rows: list[dict[str, Any]], verdicts: list[str], environment: dict[str,
         (r["settings"]["target"], r["settings"]["temperature"]) for r in rows if "rank" in r["settings"]
     )
     said = [f"- {name}, T = {heat:g}: {text}" for (name, heat), text in zip(targets, verdicts, strict=True)]
-    return PAGE.format(
+    return HOW + MEASURED.format(
         machine=machine,
         verdicts="\n".join(said),
         verified=_verified(rows),
