@@ -9,13 +9,13 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-STAGES := target prepare cache distill train-eagle eval-acceptance
+STAGES := target prepare cache distill train-eagle eval-acceptance tune
 # The first Python that is new enough; PYTHON=/path/to/python overrides the search.
 FIND_PYTHON = for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done
 
 .PHONY: help setup demo $(STAGES) plan show-mask regenerate report test test-long lint format types clean
-.PHONY: bench-decode bench-cache bench-cache-speed bench-scaling study-distill chaos
+.PHONY: bench-decode bench-tune bench-cache bench-cache-speed bench-scaling study-distill chaos
 .DEFAULT_GOAL := help
 
 help:
@@ -25,8 +25,9 @@ help:
 	@echo "make plan, show-mask   what would run, and prepared samples with their masks; with CONFIG=FILE"
 	@echo "make regenerate        answers of the target itself to the questions of the data; with CONFIG=FILE"
 	@echo "make report RUN=DIR    rebuilds the report of a run"
-	@echo "The next four read the finished run RUN=DIR (default $(RUN)):"
+	@echo "The next five read the finished run RUN=DIR (default $(RUN)):"
 	@echo "make bench-decode      the decoder against transformers, trees, costs"
+	@echo "make bench-tune        the tuner's predictions against decoding, on the target and its heavy twin; ten minutes"
 	@echo "make bench-cache       cache codecs: bytes, speed, acceptance of drafts trained on them; half an hour, goes on where it stopped"
 	@echo "make study-distill     losses, draft sizes and teachers against each other, under an hour"
 	@echo "make bench-cache-speed caching against the bare target forward, and where the time goes"
@@ -51,6 +52,9 @@ $(STAGES) plan show-mask regenerate: setup
 
 bench-decode: setup
 	$(BIN)/python benchmarks/decode.py $(RUN) $(ARGS)
+
+bench-tune: setup
+	$(BIN)/python benchmarks/tune.py $(RUN) $(ARGS)
 
 bench-cache: setup
 	$(BIN)/python benchmarks/cache.py $(RUN) $(ARGS)

@@ -253,6 +253,30 @@ def eval_acceptance(
 
 
 @app.command()
+def tune(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Choose draft, length, tree and limits for serving this target; writes skill-speculative-tuning.md."""
+    from draftsmith.tuning import print_choice
+
+    print_choice(_run(_load(config, overrides), "tune"), say)
+
+
+@app.command()
+def theory(
+    alpha: Annotated[list[float] | None, typer.Option(help="acceptance of one drafted token; repeatable")] = None,
+    draft_cost: Annotated[
+        float, typer.Option("-c", "--draft-cost", min=0, help="of one draft step, in target steps")
+    ] = 0.05,
+    verify_cost: Annotated[float, typer.Option(help="of one verify, in target steps")] = 1.0,
+    most: Annotated[int, typer.Option(min=1, max=1000, help="longest chain in the table")] = 12,
+    plot: Annotated[Path | None, typer.Option(help="draw it: a file ending in .svg, .png or .pdf")] = None,
+) -> None:
+    """Tokens per verify and speed-up against K as the textbook has them, and the best K."""
+    from draftsmith.theory_command import print_theory
+
+    print_theory(tuple(alpha or (0.5, 0.7, 0.9)), draft_cost, verify_cost, most, plot, say)
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="run folder, such as runs/demo", show_default=False)],
 ) -> None:
