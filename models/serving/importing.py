@@ -132,7 +132,8 @@ def _kind(given: _Given) -> str:
 
 
 def _medusa(given: _Given, target: Target) -> tuple[MedusaConfig, DraftVocabulary]:
-    heads = 1 + max((int(name.split(".")[1]) for name in given.tensors if name.startswith("lm_heads.")), default=-1)
+    numbered = [name.split(".")[1] for name in given.tensors if name.startswith(("blocks.", "lm_heads."))]
+    heads = 1 + max((int(number) for number in numbered if number.isdigit()), default=-1)
     config = medusa_config(heads, target)
     if "token_map" in given.tensors:
         raise UserError(f"{given.folder}: token_map is of Medusa heads with a reduced vocabulary; import those without")

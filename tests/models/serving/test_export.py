@@ -5,21 +5,21 @@ import re
 
 import pytest
 import torch
-from kit import TAPS, tiny_target, tiny_target_folder
+from exports import half_of, saved, trainers_logits
+from kit import tiny_target, tiny_target_folder
 from plain_head import PlainHead
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from draftsmith.errors import UserError
 from draftsmith.models.draft import DraftLM
-from draftsmith.models.eagle import EagleHead, new_eagle_head
+from draftsmith.models.eagle import EagleHead
 from draftsmith.models.medusa import new_medusa_heads
 from draftsmith.models.serving.configs import rope_keys, rope_parameters
 from draftsmith.models.serving.export import export_draft
 from draftsmith.models.serving.layouts import FORMATS
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
-from draftsmith.train.rollout import rollout
 
 ENGINES = ("vllm", "sglang", "trtllm", "speculators")
 LLAMA3 = {
@@ -30,34 +30,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-
-
-def half_of(target):
-    return DraftVocabulary(torch.arange(0, target.vocabulary, 2), target.vocabulary)
-
-
-def saved(folder, target, vocabulary=None, taps=TAPS, **options):
-    """A head whose every weight is far from its start value, in a folder."""
-    vocabulary = vocabulary or DraftVocabulary.all_of(target.vocabulary)
-    head = new_eagle_head(target, () if options.get("kind") == "eagle1" else taps, vocabulary, **options)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    head.save(folder)
-    return head
-
-
-def trainers_logits(head, target, ids, steps):
-    """Logits [steps, V] of the last slot's rollout, as training computes them; −inf where the draft has no token."""
-    with torch.no_grad():
-        out = target.forward(ids[None], head.config.taps)
-        features = out.taps if head.config.taps else out.last
-        slot = len(ids) - steps - 1
-        found = [head.logits(state)[0, slot] for state in rollout(head, ids[None], features, steps)]
-    wide = torch.full((steps, target.vocabulary), float("-inf"))
-    wide[:, head.vocabulary.target_ids] = torch.stack(found)
-    return wide
 
 
 CASES = {
