@@ -153,8 +153,8 @@ class EagleTrainSettings(TrainSettings):
 
     start: folder of a head of the same kind for this target, trained or imported, to continue from; shape, vocabulary and its
     mapping are that head's. kind: eagle3, eagle1 (EAGLE-2 is eagle1 with a dynamic tree) or medusa; the last two take cache.last.
-    rollouts: training-time-test steps (1: none), for medusa the number of heads; decay: weight of each step relative to the one before;
-    survival: a prediction also weighs as much as its chain is expected to get there.
+    rollouts: training-time-test steps (1: none), for medusa the number of heads; decay: weight of each step relative to the one
+    before; survival: a prediction also weighs as much as its chain is expected to get there.
 
     draft_vocabulary: size V_d, the most frequent supervised tokens, or below 1 the share of them that it must cover (null: the
     whole vocabulary). width, kv_heads, intermediate: as in the target unless given; taps: those of the cache's that are fused
