@@ -112,7 +112,7 @@ def cases(run: Path, target: Target, folder: Path, heads: dict[str, Path], lengt
             for K in lengths if layout == "vllm" else lengths[-1:]:
                 speculation = {"method": METHODS[kind], "model": str(export.resolve()), "num_speculative_tokens": K}
                 found.append(Case(name, layout, K, as_drafter(path, target), speculation))
-    for case in [case for case in found if case.layout == "vllm" and case.K == lengths[-1]]:
+    for case in [case for case in found if case.layout == "vllm" and lengths[-1] == case.K]:
         for what, spoil in SPOILT.get(case.speculation["method"], {}).items():
             copy = exports / "spoilt" / f"{case.draft}-{what.replace(' ', '-')}"
             shutil.copytree(case.speculation["model"], copy)
