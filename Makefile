@@ -18,7 +18,8 @@ FIND_PYTHON = for python in $(PYTHON) python3 python3.13 python3.12 python3.11; 
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done
 
 .PHONY: help setup demo $(STAGES) plan show-mask regenerate report export test test-long lint format types clean
-.PHONY: bench-decode bench-tune bench-cache bench-cache-speed bench-scaling study-distill chaos
+.PHONY: bench-decode bench-tune bench-cache bench-cache-speed
+.PHONY: bench-scaling study-distill chaos test-serving
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +31,7 @@ help:
 	@echo "make report RUN=DIR    rebuilds the report of a run"
 	@echo "make export            a draft for an engine; with RUN=DIR, DRAFT=eagle3, TO=vllm|sglang|trtllm|speculators|transformers"
 	@echo "These read the finished run RUN=DIR (default $(RUN)):"
+	@echo "make test-serving      the drafts of a finished run RUN=DIR in vLLM, against our decoder; installs it into the user's cache first"
 	@echo "make bench-decode      the decoder against transformers, trees, costs"
 	@echo "make bench-tune        the tuner's predictions against decoding, on the target and its heavy twin; ten minutes"
 	@echo "make bench-cache       cache codecs: bytes, speed, acceptance of drafts trained on them; half an hour, goes on where it stopped"
@@ -65,6 +67,9 @@ bench-cache: setup
 
 study-distill: setup
 	$(BIN)/python benchmarks/distill.py $(RUN) $(ARGS)
+
+test-serving: setup
+	$(BIN)/python benchmarks/serving.py $(RUN) $(ARGS)
 
 bench-cache-speed: setup
 	$(BIN)/python benchmarks/cache_speed.py $(RUN) $(ARGS)
