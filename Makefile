@@ -15,7 +15,7 @@ FIND_PYTHON = for python in $(PYTHON) python3 python3.13 python3.12 python3.11; 
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done
 
 .PHONY: help setup demo $(STAGES) plan show-mask regenerate report test test-long lint format types clean
-.PHONY: bench-decode bench-cache bench-cache-speed bench-scaling study-distill chaos
+.PHONY: bench-decode bench-cache bench-cache-speed bench-scaling study-distill study-eagle chaos
 .DEFAULT_GOAL := help
 
 help:
@@ -25,10 +25,11 @@ help:
 	@echo "make plan, show-mask   what would run, and prepared samples with their masks; with CONFIG=FILE"
 	@echo "make regenerate        answers of the target itself to the questions of the data; with CONFIG=FILE"
 	@echo "make report RUN=DIR    rebuilds the report of a run"
-	@echo "The next four read the finished run RUN=DIR (default $(RUN)):"
+	@echo "The next five read the finished run RUN=DIR (default $(RUN)):"
 	@echo "make bench-decode      the decoder against transformers, trees, costs"
 	@echo "make bench-cache       cache codecs: bytes, speed, acceptance of drafts trained on them; half an hour, goes on where it stopped"
 	@echo "make study-distill     losses, draft sizes and teachers against each other, under an hour"
+	@echo "make study-eagle       the EAGLE papers' claims one by one, under 90 minutes; goes on where it stopped"
 	@echo "make bench-cache-speed caching against the bare target forward, and where the time goes"
 	@echo "make bench-scaling     the figures of docs/scaling.md, from the functions that plan asks; seconds"
 	@echo "make chaos             two hundred injected faults, compared with an undisturbed run; at most 20 minutes a call"
@@ -57,6 +58,9 @@ bench-cache: setup
 
 study-distill: setup
 	$(BIN)/python benchmarks/distill.py $(RUN) $(ARGS)
+
+study-eagle: setup
+	$(BIN)/python benchmarks/eagle.py $(RUN) $(ARGS)
 
 bench-cache-speed: setup
 	$(BIN)/python benchmarks/cache_speed.py $(RUN) $(ARGS)
