@@ -17,9 +17,8 @@ STAGES := target prepare cache distill train-eagle eval-acceptance tune
 FIND_PYTHON = for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done
 
-.PHONY: help setup demo $(STAGES) plan show-mask regenerate report export test test-long lint format types clean
-.PHONY: bench-decode bench-tune bench-cache bench-cache-speed
-.PHONY: bench-scaling study-distill chaos test-serving
+.PHONY: help setup demo $(STAGES) plan show-mask regenerate report export test test-long lint
+.PHONY: format types clean bench-decode bench-tune bench-cache bench-cache-speed bench-scaling study-distill chaos test-serving study-eagle
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +35,7 @@ help:
 	@echo "make bench-tune        the tuner's predictions against decoding, on the target and its heavy twin; ten minutes"
 	@echo "make bench-cache       cache codecs: bytes, speed, acceptance of drafts trained on them; half an hour, goes on where it stopped"
 	@echo "make study-distill     losses, draft sizes and teachers against each other, under an hour"
+	@echo "make study-eagle       the EAGLE papers' claims one by one, under 90 minutes; goes on where it stopped"
 	@echo "make bench-cache-speed caching against the bare target forward, and where the time goes"
 	@echo "make bench-scaling     the figures of docs/scaling.md, from the functions that plan asks; seconds"
 	@echo "make chaos             two hundred injected faults, compared with an undisturbed run; at most 20 minutes a call"
@@ -70,6 +70,8 @@ study-distill: setup
 
 test-serving: setup
 	$(BIN)/python benchmarks/serving.py $(RUN) $(ARGS)
+study-eagle: setup
+	$(BIN)/python benchmarks/eagle.py $(RUN) $(ARGS)
 
 bench-cache-speed: setup
 	$(BIN)/python benchmarks/cache_speed.py $(RUN) $(ARGS)
