@@ -15,7 +15,7 @@ FIND_PYTHON = for python in $(PYTHON) python3 python3.13 python3.12 python3.11; 
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done
 
 .PHONY: help setup demo $(STAGES) plan show-mask regenerate report test test-long lint format types clean
-.PHONY: bench-decode bench-cache bench-cache-speed bench-scaling study-distill chaos
+.PHONY: bench-decode bench-cache bench-cache-speed bench-scaling bench-peers study-distill chaos
 .DEFAULT_GOAL := help
 
 help:
@@ -25,11 +25,12 @@ help:
 	@echo "make plan, show-mask   what would run, and prepared samples with their masks; with CONFIG=FILE"
 	@echo "make regenerate        answers of the target itself to the questions of the data; with CONFIG=FILE"
 	@echo "make report RUN=DIR    rebuilds the report of a run"
-	@echo "The next four read the finished run RUN=DIR (default $(RUN)):"
+	@echo "The next five read the finished run RUN=DIR (default $(RUN)):"
 	@echo "make bench-decode      the decoder against transformers, trees, costs"
 	@echo "make bench-cache       cache codecs: bytes, speed, acceptance of drafts trained on them; half an hour, goes on where it stopped"
 	@echo "make study-distill     losses, draft sizes and teachers against each other, under an hour"
 	@echo "make bench-cache-speed caching against the bare target forward, and where the time goes"
+	@echo "make bench-peers       our EAGLE-3 recipe against those of speculators and SpecForge, which it installs (3 GB); half an hour"
 	@echo "make bench-scaling     the figures of docs/scaling.md, from the functions that plan asks; seconds"
 	@echo "make chaos             two hundred injected faults, compared with an undisturbed run; at most 20 minutes a call"
 	@echo "make lint, types, format, setup, clean"
@@ -60,6 +61,9 @@ study-distill: setup
 
 bench-cache-speed: setup
 	$(BIN)/python benchmarks/cache_speed.py $(RUN) $(ARGS)
+
+bench-peers: setup
+	$(BIN)/python benchmarks/peers/compare.py $(RUN) $(ARGS)
 
 bench-scaling: setup
 	$(BIN)/python benchmarks/scaling.py
