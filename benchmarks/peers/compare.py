@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 #: Learning rates beside a peer's default (None).
 RATES: dict[str, tuple[float | None, ...]] = {
     "speculators": (None, 3e-3, 1e-2, 3e-2),
-    "specforge": (None, 5e-4, 2e-3, 6e-3),
+    "specforge": (None, 1e-3, 3e-3, 1e-2),
 }
 #: Our recipe less what the peers' do not have, one after the other.
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, nargs="?", default=Path("runs/demo"), help="a finished run")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench-peers"), help="where finished work is noted")
     parser.add_argument("--environments", type=Path, default=Path(".peers"), help="where the peers are installed")
-    parser.add_argument("--tokens", type=int, default=36_000, help="that every head sees")
+    parser.add_argument("--tokens", type=int, default=24_000, help="that every head sees")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--workers", type=int, default=1, help="heads trained at once, a thread each")
     parser.add_argument("--ablations", action="store_true", help="also our recipe less what the peers do not have")
