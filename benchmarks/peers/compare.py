@@ -7,14 +7,13 @@ Writes docs/studies/peers.json and docs/peers.md; what is done is a line of `<fo
 """
 
 import argparse
-import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 from environments import PEERS, python_of
 from imported import check, imported
 from measure import CHAINS, SHAPES, measured, plain_texts, prompts_of
-from peers_page import best_of, page, study_rows
+from peers_page import best_of, longer_rows, page, study_rows
 from safetensors.torch import load_file
 from states import head_shape, held_out, recipe, write_states
 
@@ -124,7 +123,9 @@ def train_all(plan: Plan, journal: Journal, jobs: list[Job], workers: int) -> No
     missing = [job for job in jobs if journal.get(job, "trained") is None]
     print(f"{len(jobs) - len(missing)} of {len(jobs)} heads are trained", flush=True)
     with ThreadPoolExecutor(workers) as pool:
-        for job, found in zip(missing, pool.map(functools.partial(train, plan), missing), strict=True):
+        started = {pool.submit(train, plan, job): job for job in missing}
+        for future in as_completed(started):
+            job, found = started[future], future.result()
             journal.add(job, "trained", **found)
             print(f"{job}: {found['steps']} steps of {found['seconds_per_step']:.2f} s", flush=True)
 
@@ -179,7 +180,7 @@ def run_all(plan: Plan, seeds: int, ablations: bool, workers: int) -> Journal:
     train_all(plan, journal, [ours[0], *tried], workers)
     decoder = Decoder(plan)
     decoder.measure(journal, [ours[0], *tried], "choosing")
-    best = {peer: best_of(entries(journal, "choosing"), peer)["job"]["rate"] for peer in PEERS}
+    best = chosen_rates(journal)
     print(f"chosen learning rates: {best}", flush=True)
     chosen = [Job(peer, best[peer], seed) for seed in range(seeds) for peer in PEERS]
     train_all(plan, journal, [*ours, *chosen], workers)
@@ -190,6 +191,21 @@ def run_all(plan: Plan, seeds: int, ablations: bool, workers: int) -> Journal:
         train_all(plan, journal, changed, workers)
         decoder.measure(journal, changed, "final")
     return journal
+
+
+def run_longer(plan: Plan, best: dict[str, float | None], workers: int) -> Journal:
+    """The chosen recipes once more, on as many tokens as this plan says, at one seed: whether what was found lasts."""
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    write_states(plan.run, plan.states, plan.tokens, [0])
+    journal = Journal(plan.folder / "runs.jsonl")
+    jobs = [Job("ours"), *(Job(peer, rate) for peer, rate in best.items())]
+    train_all(plan, journal, jobs, workers)
+    Decoder(plan).measure(journal, jobs, "final")
+    return journal
+
+
+def chosen_rates(journal: Journal) -> dict[str, float | None]:
+    return {peer: best_of(entries(journal, "choosing"), peer)["job"]["rate"] for peer in PEERS}
 
 
 def entries(journal: Journal, what: str) -> list[dict[str, Any]]:
@@ -205,6 +221,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--workers", type=int, default=1, help="heads trained at once, a thread each")
     parser.add_argument("--ablations", action="store_true", help="also our recipe less what the peers do not have")
+    parser.add_argument("--longer", type=int, help="also the chosen recipes, at one seed, on so many tokens")
     parser.add_argument("--quick", action="store_true", help="a smoke test: few tokens and prompts, no page")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -213,6 +230,11 @@ def main() -> None:
     plan = Plan(given.run.resolve(), folder, given.environments.resolve(), tokens, *sizes)
     journal = run_all(plan, given.seeds, given.ablations, given.workers)
     rows = study_rows(list(journal.entries.values()), tokens)
+    if given.longer:
+        longer = replace(plan, folder=folder.with_name(f"{given.longer}-tokens-longer"), tokens=given.longer)
+        rows += longer_rows(
+            list(run_longer(longer, chosen_rates(journal), given.workers).entries.values()), given.longer
+        )
     study = {"environment": describe_environment(), "command": "make bench-peers", "rows": rows}
     places = (folder, folder) if given.quick else (Path("docs/studies"), Path("docs"))
     publish_json(places[0] / "peers.json", study)

@@ -23,6 +23,8 @@ TOLD = {
 Entry = dict[str, Any]
 GOAL = 1.1  # tokens per verify, ours over the better peer
 GAIN = "tokens per verify, ours over the better peer"
+LONG = "on more tokens"
+LONGER = f"{GAIN}, {LONG}"
 TAU, CHOSEN_BY, STEP, SAME = "tokens per verify", "tokens per verify that chose the rate", "seconds per step", "logits"
 
 
@@ -63,14 +65,10 @@ def study_rows(entries: Sequence[Entry], tokens: int) -> list[dict[str, Any]]:
     peers = sorted({e["job"]["recipe"] for e in entries} - {"ours"})
     best = {peer: best_of(entries, peer)["job"]["rate"] for peer in peers}
     ours = of(entries, "final", "ours", change="")
-    rows: list[dict[str, Any]] = []
-    for setting in ours[0]["decoded"]:
-        sides = {peer: parts(of(entries, "final", peer, rate=best[peer]), setting) for peer in peers}
-        better = max(sides, key=lambda peer: resampled(sides[peer])[0])
-        found = gain(parts(ours, setting), sides[better])
-        about = {"decoding": setting, "peer": better, "rate": rate_name({"rate": best[better]}), "seeds": len(ours)}
-        met = {"goal": f">= {GOAL}", "met": found["value"] >= GOAL}
-        rows.append({"what": GAIN, **found, "settings": about | {"tokens": tokens}, **met})
+    rows = [
+        row | {"what": GAIN, "goal": f">= {GOAL}", "met": row["value"] >= GOAL}
+        for row in gain_rows(ours, {peer: of(entries, "final", peer, rate=best[peer]) for peer in peers}, tokens)
+    ]
     for peer in peers:
         for setting in ours[0]["decoded"]:
             found = gain(parts(ours, setting), parts(of(entries, "final", peer, rate=None), setting))
@@ -79,6 +77,25 @@ def study_rows(entries: Sequence[Entry], tokens: int) -> list[dict[str, Any]]:
     for kind, what in (("final", TAU), ("choosing", CHOSEN_BY)):
         rows += decoded_rows(entries, kind, what, tokens)
     return rows + training_rows(entries, tokens)
+
+
+def gain_rows(ours: Sequence[Entry], theirs: dict[str, list[Entry]], tokens: int) -> list[dict[str, Any]]:
+    """Ours over the better of the peers, for each way of decoding."""
+    rows = []
+    for setting in ours[0]["decoded"]:
+        sides = {peer: parts(group, setting) for peer, group in theirs.items()}
+        better = max(sides, key=lambda peer: resampled(sides[peer])[0])
+        rate = rate_name(theirs[better][0]["job"])
+        about = {"decoding": setting, "peer": better, "rate": rate, "seeds": len(ours), "tokens": tokens}
+        rows.append({**gain(parts(ours, setting), sides[better]), "settings": about})
+    return rows
+
+
+def longer_rows(entries: Sequence[Entry], tokens: int) -> list[dict[str, Any]]:
+    """The rows of the chosen recipes on more tokens."""
+    peers = sorted({e["job"]["recipe"] for e in entries} - {"ours"})
+    found = gain_rows(of(entries, "final", "ours"), {peer: of(entries, "final", peer) for peer in peers}, tokens)
+    return [row | {"what": LONGER} for row in found] + decoded_rows(entries, "final", f"{TAU}, {LONG}", tokens)
 
 
 def groups(entries: Sequence[Entry], what: str) -> dict[tuple[str, str, str], list[Entry]]:
@@ -142,7 +159,7 @@ Machine: {machine}. Packages: {packages}.
 At the peers' default rates (seed 0):
 
 {defaults}
-
+{longer}
 ## Tokens per verify
 
 {taus}
@@ -181,6 +198,14 @@ DIFFERENCES = (
     ("optimiser, schedule", "Muon and AdamW, linear", "Muon and AdamW, linear", "AdamW, cosine"),
 )
 
+LASTING = """
+On {tokens:,} tokens, at the rates that were chosen on the shorter runs (seed 0):
+
+{gains}
+
+{taus}
+"""
+
 ABLATED = """
 ## Where the difference comes from
 
@@ -205,12 +230,22 @@ def page(study: dict[str, Any]) -> str:
         packages=", ".join(f"{key} {value}" for key, value in packages.items()),
         goals=gain_table([row for row in rows if row["what"] == GAIN]),
         defaults=gain_table([row for row in rows if row["what"].endswith("at its default rate")]),
+        longer=longer_part(rows),
         taus=tau_table([row for row in trained if not row["settings"]["change"]]),
         choices=tau_table([row for row in rows if row["what"] == CHOSEN_BY]),
         times=time_table(times),
         differences=difference_table(),
         ablations=ABLATED.format(table=tau_table(changed)) if changed else "",
     )
+
+
+def longer_part(rows: list[dict[str, Any]]) -> str:
+    """What the page says of the chosen recipes on more tokens; nothing where they were not run."""
+    found = [row for row in rows if row["what"] == LONGER]
+    if not found:
+        return ""
+    taus = [row for row in rows if row["what"] == f"{TAU}, {LONG}"]
+    return LASTING.format(tokens=found[0]["settings"]["tokens"], gains=gain_table(found), taus=tau_table(taus))
 
 
 NOT_PACKAGES = ("recipe", "rate", "change", "steps", "tokens", *TOLD)

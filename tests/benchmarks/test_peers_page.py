@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "peers"))
-from peers_page import best_of, gain, page, parts, study_rows
+from peers_page import best_of, gain, longer_rows, page, parts, study_rows
 
 SETTINGS = ("chain T=0", "tree T=0")
 
@@ -70,9 +70,13 @@ def test_the_page_says_what_is_missed_and_holds_every_recipe_and_rate():
         line("final", "ours", 1.7, change="without x"),
         line("trained", "ours", 1.7, change="without x"),
     ]
-    text = page({"environment": {"cores": 2}, "command": "make bench-peers", "rows": study_rows(entries, 1000)})
+    later = longer_rows([line("final", "ours", 3.0), line("final", "b", 2.4, rate=0.01)], 9000)
+    rows = [*study_rows(entries, 1000), *later]
+    text = page({"environment": {"cores": 2}, "command": "make bench-peers", "rows": rows})
     assert "| chain T=0 | a, 0.01 | 1.050 | 1.050 – 1.050 | >= 1.1 | **no** |" in text
     assert "| tree T=0 | b, default | 1.400 |" in text
     assert "| b | 0.01 | 2 | 1.800 (1.80–1.80) |" in text
     assert "| ours, without x | default | 1 | 1.700" in text
+    assert "On 9,000 tokens" in text
+    assert "| tree T=0 | b, 0.01 | 1.250 |" in text
     assert "| ours | 3 | 1 | 0.001 | 9 | 0.50 |" in text
