@@ -141,7 +141,7 @@ Made by `{command}` from a finished demo; every number below stands in `docs/stu
 Every head sees the same {tokens:,} tokens in the same steps, from the same target states (three taps, last state), with one layer
 of the same sizes, the same draft vocabulary and the target's frozen embedding. Each peer trains with its own package: its own
 model class, loss, start, rollout, optimiser and schedule, at its defaults. What a CPU forbids is replaced by its own plain path:
-SDPA for FlexAttention, plain losses for Triton's, float32 for bf16.
+SDPA for FlexAttention, plain losses for Triton's, float32 for bf16 (in Muon too).
 
 The defaults of both are meant for runs a thousand times longer, so each peer is also trained at three other learning rates. The
 rate with the most tokens per verify on prompts of *other* held-out rows is its best; ours is at its default. **The goal is held
