@@ -12,12 +12,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decode import Decoded, decode
+from draftsmith.eval.decode import Decoded, Decoding, decode
 from draftsmith.eval.drafters import Drafter, NoDraft
 from draftsmith.eval.metrics import metrics, ratio
+from draftsmith.eval.profile import rank_profile
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
-from draftsmith.eval.tree import chain_shape
+from draftsmith.eval.tree import Shape, as_shape, chain_shape, optimal_shape
 from draftsmith.models.target import Target
 
 
@@ -83,12 +84,13 @@ def evaluate(
     results = []
     for domain, texts in prompts.items():
         for temperature in settings.temperatures:
-            decoded = decode_all(target, drafter, texts, settings, temperature)
+            shape = shape_for(target, drafter, texts, settings, temperature)
+            decoded = decode_all(target, drafter, texts, settings, temperature, shape)
             entry: dict[str, Any] = {
                 "domain": domain,
                 "temperature": temperature,
                 "K": settings.K,
-                "tree": "chain",
+                "tree": drafter.own_tree or settings.tree_name,
                 "drafting": "greedy" if temperature == 0 else settings.drafting,
                 "prompts": len(texts),
                 **metrics([result.trace for result in decoded], settings.K),
@@ -98,14 +100,38 @@ def evaluate(
                 entry["identical"] = [_identical(target, domain, texts, decoded, settings, plain), len(texts)]
             if settings.timed_prompts:
                 timed = texts[: settings.timed_prompts]
-                entry["speedup"] = measured_speedup(target, drafter, timed, settings, temperature)
+                entry["speedup"] = measured_speedup(target, drafter, timed, settings, temperature, shape)
             results.append(entry)
             on_progress(len(texts))
     return results
 
 
-def decode_all(
+def decoding(settings: EvalSettings, temperature: float, shape: Shape | None = None) -> Decoding:
+    """What the settings say of decoding at this temperature (without a shape: chains of K)."""
+    sampler = Sampler(temperature, settings.top_k, settings.top_p, settings.drafting == "greedy")
+    return Decoding(shape or chain_shape(settings.K), sampler, settings.max_new_tokens, settings.seed)
+
+
+def shape_for(
     target: Target, drafter: Drafter, texts: list[list[int]], settings: EvalSettings, temperature: float
+) -> Shape:
+    """The tree that the settings ask for; the optimal one is made for the acceptance on a quarter of these prompts."""
+    if settings.tree == "chain" or drafter.own_tree:
+        return chain_shape(settings.K, settings.min_confidence)
+    if settings.tree != "optimal":
+        return as_shape(settings.tree, settings.K, settings.tree_nodes, settings.tree_width)
+    some, how = texts[: -(-len(texts) // 4)], decoding(settings, temperature)
+    profile = rank_profile(target, drafter, some, how, settings.K, settings.tree_width)
+    return optimal_shape(profile, settings.tree_nodes)
+
+
+def decode_all(
+    target: Target,
+    drafter: Drafter,
+    texts: list[list[int]],
+    settings: EvalSettings,
+    temperature: float,
+    shape: Shape | None = None,
 ) -> list[Decoded]:
     """Decode all prompts of a domain in batches; each prompt's random stream is its own."""
     decoded: list[Decoded] = []
@@ -115,17 +141,19 @@ def decode_all(
             target,
             drafter,
             [texts[i] for i in names],
-            shape=chain_shape(settings.K),
-            sampler=Sampler(temperature, settings.top_k, settings.top_p, settings.drafting == "greedy"),
-            max_new_tokens=settings.max_new_tokens,
-            seed=settings.seed,
+            decoding(settings, temperature, shape),
             names=names,
         )
     return decoded
 
 
 def measured_speedup(
-    target: Target, drafter: Drafter, texts: list[list[int]], settings: EvalSettings, temperature: float = 0.0
+    target: Target,
+    drafter: Drafter,
+    texts: list[list[int]],
+    settings: EvalSettings,
+    temperature: float = 0.0,
+    shape: Shape | None = None,
 ) -> dict[str, float | int]:
     """Wall-clock tokens/s, speculative ÷ plain, one prompt at a time, the two in turn in this process.
 
@@ -139,9 +167,7 @@ def measured_speedup(
                 target,
                 used,
                 [text],
-                shape=chain_shape(settings.K),
-                sampler=Sampler(temperature, settings.top_k, settings.top_p, settings.drafting == "greedy"),
-                max_new_tokens=settings.max_new_tokens,
+                decoding(settings, temperature, shape),
             )
             seconds[name].append((time.perf_counter() - started) / len(result.tokens))
     return ratio(np.array(seconds["plain"]), np.array(seconds["speculative"])) | {"count": len(texts)}
