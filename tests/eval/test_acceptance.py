@@ -118,9 +118,12 @@ def test_prompts_in_other_batches_and_another_order_give_the_same_acceptance():
 
 def test_the_oracle_is_accepted_wholly():
     target = tiny_target()
-    for result in evaluate(target, LMDrafter(target), prompts(target), SETTINGS, PlainRuns()):
+    results = evaluate(target, LMDrafter(target), prompts(target), SETTINGS, PlainRuns())
+    for result in results:
         assert result["alpha"]["value"] == pytest.approx(1.0, abs=1e-4)
-        assert result["tokens_per_verify"]["value"] == 4.0  # 12 tokens in three verifies of K + 1
+    whole = [result for result in results if result["tokens"] == 4 * 12]  # of others an EOS token cut the last verify
+    assert len(whole) > 2
+    assert {result["tokens_per_verify"]["value"] for result in whole} == {4.0}  # 12 tokens in three verifies of K + 1
 
 
 def test_domains_without_rows_and_prompts_beyond_the_context_are_refused():
