@@ -230,7 +230,7 @@ def speculative_decode(
     temperature: float = 0.0,
     max_new_tokens: int = 128,
     *,
-    tree: Shape | str | Sequence[int] = "chain",
+    tree: Shape | str | Sequence[int] | None = None,
     seed: int | None = None,
     stop: str | Sequence[str] = (),
     on_tokens: Callable[[int, list[int], int], None] | None = None,
@@ -239,9 +239,9 @@ def speculative_decode(
     """Decode one prompt with a draft; the output follows the target's own distribution exactly.
 
     target: a `Target`, a `transformers` causal LM, or a path. draft: a `Drafter`, `DraftLM`, `EagleHead`, `transformers` causal LM,
-    path of any of these, or None for plain decoding. prompt: text, token ids, or chat messages. tree: "chain" of K, a "static" or
-    "dynamic" tree of depth K, the parent of each node, or a shape. sampling: further fields of `Sampler` (top_k, top_p, min_p,
-    repetition_penalty …). Raises UserError.
+    path of any of these, or None for plain decoding. prompt: text, token ids, or chat messages. tree: a chain of K (None), a
+    "static" or "dynamic" tree of depth K, the parent of each node, or a shape. sampling: further fields of `Sampler` (top_k, top_p,
+    min_p, repetition_penalty …). Raises UserError.
     """
     target = as_target(target)
     how = Decoding(as_shape(tree, K), Sampler(temperature, **sampling), max_new_tokens, seed, stop=stop)

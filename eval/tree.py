@@ -133,10 +133,10 @@ def shape_from_paths(paths: Sequence[Sequence[int]]) -> Static:
 ASSUMED = (0.6, 0.2, 0.1, 0.05, 0.025, 0.0125, 0.00625, 0.003)
 
 
-def as_shape(tree: "Shape | str | Sequence[int]", K: int, nodes: int = 32, width: int = 8) -> "Shape":
-    """A shape of depth K by its name: "chain", "static" (the best tree of `nodes` for `ASSUMED` acceptance), "dynamic"; or by the
-    parent of each node. Raises UserError."""
-    if tree == "chain":
+def as_shape(tree: "Shape | str | Sequence[int] | None", K: int, nodes: int = 32, width: int = 8) -> "Shape":
+    """A shape of depth K by its name: "chain" (or None), "static" (the best tree of `nodes` for `ASSUMED` acceptance), "dynamic";
+    or by the parent of each node. Raises UserError."""
+    if tree is None or tree == "chain":
         return chain_shape(K)
     if tree == "dynamic":
         return Dynamic(width, K, nodes)
