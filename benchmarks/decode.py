@@ -39,16 +39,17 @@ NODES = (1, 4, K + 1, 8, 16, 32, 64)
 
 class Size(NamedTuple):
     """How much is measured. timed: prompts whose decoding is timed; tuning: prompts on which shapes are chosen; trees: prompts on
-    which trees are compared; tokens: decoded for each; draws: of the first token."""
+    which trees are compared; tokens: decoded for each; draws: of the first token; twin: how many times the target it costs."""
 
     timed: int
     tuning: int
     trees: int
     tokens: int
     draws: int
+    twin: float
 
 
-FULL, QUICK = Size(12, 4, 36, 48, 4000), Size(2, 1, 4, 16, 200)
+FULL, QUICK = Size(12, 4, 36, 48, 4000, 12.0), Size(2, 1, 4, 20, 100, 1.5)
 
 
 class Study:
@@ -237,7 +238,7 @@ def main() -> None:
     run, study = arguments.run, Study(QUICK if arguments.quick else FULL)
     size = study.size
     target = Target.load(run / "target")
-    twin = heavy_twin(target)
+    twin = heavy_twin(target, size.twin)
     rows = Rows.open(run / "rows", "held_out")
     settings = EvalSettings(domains=("code",), prompts=max(size.trees, size.timed + size.tuning), max_new_tokens=48)
     texts = held_out_prompts(rows, settings, target.context)["code"]
