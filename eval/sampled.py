@@ -21,7 +21,7 @@ Knows how a drafter is asked (`growth.Grower`) and nothing of the target.
 """
 
 import heapq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -34,13 +34,28 @@ if TYPE_CHECKING:
     from draftsmith.eval.growth import Grower
 
 #: Expected acceptance of a first child that had next to no probability, and what is left of it with every sibling rejected before.
-#: Measured on the demo's heads; they decide which nodes are drawn and never what is emitted.
-FIRST, FADE = 0.55, 0.6
+#: Measured on the demo's head at T = 1; they decide which nodes are drawn and never what is emitted.
+FIRST, FADE = 0.7, 0.35
+TYPICAL = 0.2  # what a token that was drawn had as probability
 
 
 def expected_acceptance(share: float, rank: int) -> float:
     """Of the child of this rank, drawn with probability `share`: 1 for a certain one, falling to `FIRST` for an unlikely one."""
     return FADE**rank * (1.0 - (1.0 - FIRST) * (1.0 - share))
+
+
+class _Slot(NamedTuple):
+    """The next child of a node. Slots sort by −gain, the expected number of tokens that it adds before anything is known of it;
+    reached: how probably the verifier comes to it; rank: how many children the node has."""
+
+    loss: float
+    reached: float
+    node: int
+    rank: int
+
+
+def _slot(reached: float, node: int, rank: int) -> _Slot:
+    return _Slot(-reached * expected_acceptance(TYPICAL, rank), reached, node, rank)
 
 
 class _Row:
@@ -51,18 +66,18 @@ class _Row:
         self.q: dict[int, np.ndarray] = {}  # of each node that has been run: what its children are drawn from
         self._left: dict[int, np.ndarray] = {}  # the same without the children drawn so far
         self._stream = stream
-        self._level: list[tuple[float, int, int]] = []  # slots of the newest level: (−value, node, rank)
-        self._older: list[tuple[float, int, int]] = []
+        self._level: list[_Slot] = []  # of nodes of the newest level
+        self._older: list[_Slot] = []
 
     def open(self, node: int, q: np.ndarray) -> None:
         """Children of this node may be drawn from q [V_d]."""
         self.q[node], self._left[node] = q, q.copy()
-        heapq.heappush(self._level, (-self.values[node], node, 0))
+        heapq.heappush(self._level, _slot(self.values[node], node, 0))
 
     def grow_level(self, budget: int, levels: int) -> list[int]:
         """Draw this level's children that are worth it: the new nodes. `levels`: how many can follow, this one included."""
-        cutoff, first = self._cutoff(budget, levels), len(self.tokens)
-        while self._level and len(self.tokens) < first + budget and -self._level[0][0] >= cutoff:
+        worst, first = self._worst(budget, levels), len(self.tokens)
+        while self._level and len(self.tokens) < first + budget and self._level[0].loss <= worst:
             self._draw(self._level)
         self._older += self._level
         self._level = []
@@ -75,30 +90,33 @@ class _Row:
             self._draw(self._older)
             budget -= 1
 
-    def _draw(self, slots: list[tuple[float, int, int]]) -> None:
-        negative, node, rank = heapq.heappop(slots)
-        left = self._left[node]
+    def _draw(self, slots: list[_Slot]) -> None:
+        slot = heapq.heappop(slots)
+        left = self._left[slot.node]
         token = draw(left, self._stream.random())
-        accepted = expected_acceptance(float(left[token] / left.sum()), rank)
+        accepted = expected_acceptance(float(left[token] / left.sum()), slot.rank)
         self.tokens.append(token)
-        self.parents.append(node)
-        self.values.append(-negative * accepted)
+        self.parents.append(slot.node)
+        self.values.append(slot.reached * accepted)
         left[token] = 0.0
         if left.any():
-            heapq.heappush(slots, (negative * (1.0 - accepted), node, rank + 1))
+            heapq.heappush(slots, _slot(slot.reached * (1.0 - accepted), slot.node, slot.rank + 1))
 
-    def _cutoff(self, budget: int, levels: int) -> float:
-        """Value of the least of the `budget` best slots, if every draw from now on were a typical one."""
-        slots = [(value, levels, rank) for value, _, rank in self._level] + [(v, 1, rank) for v, _, rank in self._older]
+    def _worst(self, budget: int, levels: int) -> float:
+        """The loss of the last of the `budget` best slots, if every draw from now on were a typical one."""
+        slots = [(slot.loss, slot.reached, levels, slot.rank) for slot in self._level]
+        slots += [(slot.loss, slot.reached, 1, slot.rank) for slot in self._older]  # their nodes are not run any more
         heapq.heapify(slots)
-        value = 0.0
-        for _ in range(budget):
-            value, below, rank = heapq.heappop(slots)
-            accepted = expected_acceptance(0.5, rank)
-            heapq.heappush(slots, (value * (1.0 - accepted), below, rank + 1))
+        loss = 0.0
+        for _ in range(budget if slots else 0):
+            loss, reached, below, rank = heapq.heappop(slots)
+            accepted = expected_acceptance(TYPICAL, rank)
+            younger = _slot(reached * (1.0 - accepted), 0, rank + 1)
+            heapq.heappush(slots, (younger.loss, younger.reached, below, rank + 1))
             if below > 1:
-                heapq.heappush(slots, (value * accepted, below - 1, 0))
-        return -value
+                child = _slot(reached * accepted, 0, 0)
+                heapq.heappush(slots, (child.loss, child.reached, below - 1, 0))
+        return loss
 
 
 def grow_sampled(drafter: "Grower", roots: Tensor, logits: Tensor, shape: Dynamic, sampler: Sampler) -> Proposal:
