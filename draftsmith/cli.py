@@ -253,6 +253,30 @@ def eval_acceptance(
 
 
 @app.command()
+def tune(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Choose draft, length, tree and limits for serving this target; writes skill-speculative-tuning.md."""
+    from draftsmith.tuning import print_choice
+
+    print_choice(_run(_load(config, overrides), "tune"), say)
+
+
+@app.command()
+def theory(
+    alpha: Annotated[list[float] | None, typer.Option(help="acceptance of one drafted token; repeatable")] = None,
+    draft_cost: Annotated[
+        float, typer.Option("-c", "--draft-cost", min=0, help="of one draft step, in target steps")
+    ] = 0.05,
+    verify_cost: Annotated[float, typer.Option(help="of one verify, in target steps")] = 1.0,
+    most: Annotated[int, typer.Option(min=1, max=1000, help="longest chain in the table")] = 12,
+    plot: Annotated[Path | None, typer.Option(help="draw it: a file ending in .svg, .png or .pdf")] = None,
+) -> None:
+    """Tokens per verify and speed-up against K as the textbook has them, and the best K."""
+    from draftsmith.theory_command import print_theory
+
+    print_theory(tuple(alpha or (0.5, 0.7, 0.9)), draft_cost, verify_cost, most, plot, say)
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="run folder, such as runs/demo", show_default=False)],
 ) -> None:
@@ -349,6 +373,36 @@ def cache_repair(config: ConfigPath, overrides: Overrides = None) -> None:
     _check_inputs_of_cache(loaded)
     with RunFolder(loaded.config.run).lock() if is_main() else nullcontext():
         _work(loaded).repair_cache()
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="run folder, such as runs/demo", show_default=False)],
+    draft: Annotated[str, typer.Option(help="name of a trained draft of the run", show_default=False)],
+    to: Annotated[str, typer.Option(help="vllm, sglang, trtllm, speculators or transformers", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="folder to write; none: RUN/export/FORMAT/DRAFT")] = None,
+) -> None:
+    """Write a trained draft as the folder that a serving engine loads, with the line that starts it."""
+    from draftsmith.serving import export_run
+
+    export_run(run, draft, to, out, say)
+
+
+@app.command("import")
+def import_(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="a published head: EAGLE, EAGLE-3, Medusa", show_default=False)
+    ],
+    target: Annotated[str, typer.Option(help="folder or hub name of the target that it is for", show_default=False)],
+    out: Annotated[Path, typer.Option(help="folder of the imported head", show_default=False)],
+    nested_ids: Annotated[
+        str, typer.Option(help="what ids below eagle_config count: output or input of blocks")
+    ] = "output",
+) -> None:
+    """Read a head that somebody else trained (SafeAILab, vLLM, speculators, SGLang), to evaluate it or train on from it."""
+    from draftsmith.serving import import_head
+
+    import_head(folder, target, out, nested_ids, say)
 
 
 @app.command()

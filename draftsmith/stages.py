@@ -1,6 +1,7 @@
 """The stages of a run as units of work: what each depends on, what it leaves behind, and the one call that does it.
 
     target → prepare → cache → distill, train-eagle → eval-acceptance → report
+                                                    → tune
 
 Knows the order and the folders; each stage's own module knows how. One thin function per call keeps the seams here.
 """
@@ -18,7 +19,8 @@ from rich.table import Table
 from draftsmith.config import Config
 from draftsmith.environment import describe_environment
 from draftsmith.errors import UserError, first_line
-from draftsmith.files import publish_json
+from draftsmith.eval.results import YARDSTICKS
+from draftsmith.files import publish_json, publish_text
 from draftsmith.progress import ticker
 from draftsmith.run import Unit, stamp
 from draftsmith.tracking import Tracking
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from draftsmith.eval.prompts import Prompt
     from draftsmith.models.target import Target
 
-STAGES = ("target", "prepare", "cache", "distill", "train-eagle", "eval-acceptance", "report")
+STAGES = ("target", "prepare", "cache", "distill", "train-eagle", "eval-acceptance", "tune", "report")
 TRAINED = "distilled"  # the draft LM's name; its starting point is "untrained"
 TRAINING_INPUTS = ("target", "prepare", "cache")  # the held-out rows choose the weights that are kept
 # Settings that change how fast a stage is and not what it makes: to change one is no reason to run again.
@@ -73,7 +75,7 @@ def stage_units(config: Config, work: "Work") -> list[Unit]:
             Unit(
                 "train-eagle",
                 name,
-                {"eagle": _lasting(settings), "seed": seed},
+                {"eagle": _lasting(settings), "seed": seed} | _started(config.eagle[name].start),
                 TRAINING_INPUTS,
                 (f"eagle/{name}",),
                 train,
@@ -96,11 +98,26 @@ def stage_units(config: Config, work: "Work") -> list[Unit]:
                 evaluate,
             )
         )
+    units.append(_tune_unit(config, work, resolved))
     results = tuple(unit.key for unit in units if unit.stage == "eval-acceptance")
     units.append(
         Unit("report", "", {"drafts": list(config.evaluation.drafts)}, results, ("report.html", "plots"), work.report)
     )
     return units
+
+
+def _tune_unit(config: Config, work: "Work", resolved: dict[str, Any]) -> Unit:
+    """Chooses among the drafts of the evaluation that could serve, on its prompts."""
+    drafts = served(config)
+    inputs = dict.fromkeys(key for draft in drafts for key in _trained_by(draft, config))
+    settings = {key: resolved[key] for key in ("tune", "evaluation")} | {"dtype": config.target.dtype}
+    outputs = ("tune.json", "skill-speculative-tuning.md")
+    return Unit("tune", "", settings, ("target", "prepare", *inputs), outputs, work.tune)
+
+
+def served(config: Config) -> list[str]:
+    """The drafts of the evaluation without its yardsticks."""
+    return [draft for draft in dict.fromkeys(config.evaluation.drafts) if draft not in YARDSTICKS]
 
 
 def _lasting(training: dict[str, Any]) -> dict[str, Any]:
@@ -132,6 +149,11 @@ def _drafts_read(config: Config) -> list[str]:
     """Marks of the drafts that distillation starts from or compares with."""
     selective = config.distill.selective
     return _stamps(config.distill.checkpoint, None if selective is None else selective.reference)
+
+
+def _started(folder: str | None) -> dict[str, Any]:
+    """The mark of the head that a training starts from; nothing where there is none."""
+    return {} if folder is None else {"content": _stamps(folder)}
 
 
 def _stamps(*paths: str | None) -> list[str]:
@@ -412,6 +434,23 @@ class Work:
     def _first_held_out(self, count: int) -> list["Row"]:
         rows = self.rows("held_out")
         return [rows[index] for index in range(min(count, len(rows)))]
+
+    def tune(self) -> None:
+        """The best draft and setting for this target and workload: tune.json and skill-speculative-tuning.md."""
+        from draftsmith.eval.prompts import Writer
+        from draftsmith.eval.skill import skill_page
+        from draftsmith.eval.tune import Tuner
+
+        found = {name: self._drafter(name) for name in served(self.config)}
+        drafters = {name: drafter for name, (drafter, _) in found.items()}
+        about = {name: about | {"taps": list(drafters[name].taps)} for name, (_, about) in found.items()}
+        writer = Writer(self.target, self.config.evaluation.template)
+        prompts = {domain: [writer.first(prompt) for prompt in asked] for domain, asked in self.prompts.items()}
+        tuner = Tuner(self.target, drafters, prompts, self.config.tune, self.config.evaluation, self.say)
+        document = tuner.run() | {"drafts": about}
+        document["target"]["path"] = self.config.target.path or "target"
+        publish_json(self.run / "tune.json", document)
+        publish_text(self.run / "skill-speculative-tuning.md", skill_page(document))
 
     def _drafter(self, draft: str) -> tuple["Drafter", dict[str, Any]]:
         """The drafter of that name, and what the result says of it. Paths are relative to the run folder."""

@@ -207,6 +207,24 @@ def test_an_offline_wandb_run_holds_every_documented_key_and_no_other(
     assert {key.name for name in names for key in documented(name)} == {key.name for key in KEYS}
 
 
+def test_tuning_from_stated_costs_leaves_the_choice_as_json_and_as_a_page(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = "tune.costs=[{batch: 1, target_step_ms: 20, draft_step_ms: 0.5, verify_ms: {8: 22, 16: 26}}]"
+    few = ["tune.K=3", "tune.depth=2", "tune.budgets=[7]", "tune.widths=[3]", "tune.temperatures=[0]", "tune.prompts=1"]
+    assert run("tune", config, costs, *few) == 0
+    folder = config.parent / "runs" / "exp"
+    document = json.loads((folder / "tune.json").read_text())
+    assert {entry["draft"] for entry in document["families"]} == set(DRAFTS) - {"untrained", "oracle"}
+    assert document["costs"]["stated"]
+    assert all(entry["tokens_per_verify_error"] == pytest.approx(0) for entry in document["verified"])
+    page = (folder / "skill-speculative-tuning.md").read_text()
+    out = capsys.readouterr().out
+    assert page.splitlines()[7].replace("**", "") in out
+    assert run("tune", config, costs, *few) == 0
+    assert "tune: unchanged, skipped" in capsys.readouterr().out
+
+
 def test_the_plan_tells_the_size_of_the_cache_and_the_parameters(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
