@@ -423,11 +423,11 @@ class Work:
             results = evaluate(self.target, drafter, self.prompts, settings, self.plain, progress.advance, texts)
         path = self.config.target.path or "target"
         found = document(self.target, about, path, settings, self.prompts, results)
-        trained, rows = None, 0
+        trained = held_out = None
         if draft == TRAINED or draft in self.config.eagle:
             trained = trained_match(self.run / "draft" if draft == TRAINED else self.run / "eagle" / draft)
             rows = self.config.eagle.get(draft, self.config.distill).held_out_rows
-        held_out = None if trained is None else on_texts(self.target, drafter, self._first_held_out(rows))
+            held_out = on_texts(self.target, drafter, self._first_held_out(rows))
         publish_json(self.run / "eval" / f"{draft}.json", found | {"depth_one": depth_one(results, trained, held_out)})
         self.tracking.results(draft, results)
 
