@@ -124,9 +124,9 @@ def evaluate(
             if bins := calibration(watch, in_order(decoded)):
                 entry["calibration"] = bins
             if settings.timed_prompts:
-                sums = [np.array(measured["per_prompt"][name]) for name in ("tokens", "verifies")]
+                tokens, verifies = (np.array(measured["per_prompt"][name]) for name in ("tokens", "verifies"))
                 few = [writer.first(prompt) for prompt in asked[: settings.timed_prompts]]
-                entry |= measured_speed(target, drafter, few, chosen, temperature).metrics(*sums, settings.K)
+                entry |= measured_speed(target, drafter, few, chosen, temperature).metrics(tokens, verifies, settings.K)
             results.append(entry)
             on_progress(len(asked))
     return results

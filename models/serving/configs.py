@@ -190,7 +190,7 @@ def eagle_config(
     )
 
 
-def _flags_of(config: Mapping[str, Any]) -> dict[str, bool]:
+def _flags_of(config: Mapping[str, Any]) -> dict[str, Any]:
     nested = config.get("eagle_config") or {}
     if "speculators_model_type" in config and "norm_before_residual" not in config:
         raise UserError(

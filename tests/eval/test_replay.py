@@ -5,30 +5,19 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from kit import TAPS, a_head, tiny_model, tiny_target
+from kit import TAPS, a_head, tiny_target
+from replays import counts, near_copy, prompts, run
 
-from draftsmith.eval.decode import decode
 from draftsmith.eval.drafters import EagleDrafter, LMDrafter, MedusaDrafter, NoDraft, PromptLookup
 from draftsmith.eval.replay import rank_profile, record, replay, sibling_acceptance, survival
 from draftsmith.eval.rules import rejection
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import Dynamic, chain_shape, level_shape, optimal_shape
-from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import new_eagle_head
 from draftsmith.models.medusa import new_medusa_heads
 from draftsmith.models.vocabulary import DraftVocabulary
 
-TOKENS, DEPTH = 12, 8
-
-
-def near_copy(noise=0.03):
-    """The target's weights with noise: a draft that is often right and often wrong."""
-    model = tiny_model()
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(1)
-        for parameter in model.parameters():
-            parameter.add_(noise * torch.randn_like(parameter))
-    return LMDrafter(DraftLM(model))
+DEPTH = 8
 
 
 def drafters(target):
@@ -44,21 +33,6 @@ def drafters(target):
 
 
 NAMES = list(drafters(tiny_target()))
-
-
-def prompts(count=4, seed=0):
-    rng = np.random.default_rng(seed)
-    texts = [rng.integers(6, 100, int(n)).tolist() for n in rng.integers(2, 20, count - 2)]
-    return [[7], [9, 8, 9, 8, 9, 8], *texts]
-
-
-def run(target, drafter, shape, sampler, texts, seed=0, **more):
-    more = {"max_new_tokens": TOKENS, "eos_ids": frozenset()} | more
-    return decode(target, drafter, texts, shape=shape, sampler=sampler, seed=seed, **more)
-
-
-def counts(results):
-    return [len(r.trace) for r in results], [sum(v.accepted for v in r.trace) for r in results]
 
 
 STATIC = [level_shape([3, 2, 1]), level_shape([8, 2, 1, 1])]

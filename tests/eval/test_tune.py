@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from kit import tiny_target
-from test_replay import counts, near_copy, prompts, run
+from replays import counts, near_copy, prompts, run
 
 from draftsmith.errors import UserError
 from draftsmith.eval.costs import PLAIN, GivenCosts, MeasuredCosts, Timing, describe, measure
