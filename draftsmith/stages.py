@@ -82,9 +82,9 @@ def stage_units(config: Config, work: "Work") -> list[Unit]:
                 ranks=True,
             )
         )
-    measured = {key: value for key, value in resolved["evaluation"].items() if key != "drafts"}
     if config.evaluation.questions is not None:
-        measured["content"] = stamp(Path(config.evaluation.questions).expanduser(), content=True)
+        resolved["evaluation"]["content"] = stamp(Path(config.evaluation.questions).expanduser(), content=True)
+    measured = {key: value for key, value in resolved["evaluation"].items() if key != "drafts"}
     for draft in dict.fromkeys(config.evaluation.drafts):
         inputs = ("target", "prepare", *_trained_by(draft, config))
         evaluate = functools.partial(work.evaluate, draft)
