@@ -418,7 +418,7 @@ class Work:
         settings = self.config.evaluation
         total = len(settings.rounds()) * sum(map(len, self.prompts.values()))
         drafter, about = self._drafter(draft)
-        texts = self._first_held_out(settings.held_out_rows)
+        texts = self._texts()
         with ticker(f"eval-acceptance {draft}", total, "prompts") as progress:
             results = evaluate(self.target, drafter, self.prompts, settings, self.plain, progress.advance, texts)
         path = self.config.target.path or "target"
@@ -430,6 +430,16 @@ class Work:
             held_out = on_texts(self.target, drafter, self._first_held_out(rows))
         publish_json(self.run / "eval" / f"{draft}.json", found | {"depth_one": depth_one(results, trained, held_out)})
         self.tracking.results(draft, results)
+
+    def _texts(self) -> list["Row"]:
+        """The first held-out rows of every domain that is evaluated, as many as the evaluation wants."""
+        rows, chosen = self.rows("held_out"), []
+        wanted = dict.fromkeys(self.prompts, self.config.evaluation.held_out_rows)
+        for index in range(len(rows)):
+            if wanted.get(domain := rows.domain(index)):
+                wanted[domain] -= 1
+                chosen.append(rows[index])
+        return chosen
 
     def _first_held_out(self, count: int) -> list["Row"]:
         rows = self.rows("held_out")
