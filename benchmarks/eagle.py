@@ -30,7 +30,7 @@ from draftsmith.data.cache.reader import CacheReader
 from draftsmith.data.rows import Row, Rows
 from draftsmith.environment import describe_environment
 from draftsmith.eval.acceptance import held_out_prompts
-from draftsmith.eval.decode import Decoded, as_drafter, decode
+from draftsmith.eval.decode import Decoded, Decoding, as_drafter, decode
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
 from draftsmith.eval.tree import Dynamic, Shape, chain_shape
@@ -273,10 +273,7 @@ def decoded(
                 target,
                 drafter,
                 [prompt for texts in prompts.values() for prompt in texts],
-                shape=shape,
-                sampler=Sampler(temperature),
-                max_new_tokens=plan.new_tokens,
-                seed=seed,
+                Decoding(shape=shape, sampler=Sampler(temperature), max_new_tokens=plan.new_tokens, seed=seed),
             )
             for domain, result in zip(of_prompt, results, strict=True):
                 sums = list(prompt_sums(result, name == "chain"))

@@ -28,7 +28,7 @@ from draftsmith.data.rows import Rows
 from draftsmith.environment import describe_environment
 from draftsmith.errors import UserError
 from draftsmith.eval.acceptance import held_out_prompts
-from draftsmith.eval.decode import as_drafter, decode
+from draftsmith.eval.decode import Decoding, as_drafter, decode
 from draftsmith.eval.drafters import Drafter, NoDraft, PromptLookup
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
@@ -163,10 +163,7 @@ class OurDecoder:
                 self.target,
                 drafter,
                 prompts[start : start + 16],
-                shape=chain_shape(K),
-                sampler=Sampler(0.0),
-                max_new_tokens=count,
-                eos_ids=eos_ids,
+                Decoding(shape=chain_shape(K), sampler=Sampler(0.0), max_new_tokens=count, eos_ids=eos_ids),
             )
         return found
 

@@ -15,18 +15,19 @@ import xxhash
 
 from draftsmith.errors import UserError
 from draftsmith.eval.calibration import calibration, watched
-from draftsmith.eval.decode import Decoded, decode
+from draftsmith.eval.decode import Decoded, Decoding, decode
 from draftsmith.eval.depth_one import on_answers
 from draftsmith.eval.drafters import Drafter, NoDraft
 from draftsmith.eval.foreign import foreign_metrics
 from draftsmith.eval.metrics import by_position, by_prompt_length, metrics
+from draftsmith.eval.profile import rank_profile
 from draftsmith.eval.prompts import Prompt, Question, Writer, read_questions
 from draftsmith.eval.sample import sample
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
 from draftsmith.eval.teacher_forced import Text, forced_metrics
 from draftsmith.eval.timing import measured_speed
-from draftsmith.eval.tree import chain_shape
+from draftsmith.eval.tree import Shape, as_shape, chain_shape, optimal_shape
 from draftsmith.models.target import Target
 
 
@@ -92,17 +93,21 @@ def evaluate(
     results, rounds, writer = [], settings.rounds(), Writer(target, settings.template)
     watch = watched(drafter)  # its thoughts cost time: it is not the one that is timed
     for domain, asked in prompts.items():
-        samplers = [sampler_of(chosen, temperature) for temperature, chosen in rounds]
-        forced = forced_metrics(target, drafter, [t for t in texts if t.domain == domain], samplers, settings.K)
-        for (temperature, chosen), on_text in zip(rounds, forced, strict=True):
-            decoded = play(target, watch, asked, chosen, temperature, writer)
+        hows = [
+            decoding(chosen, temperature, shape_for(target, drafter, asked, chosen, temperature, writer))
+            for temperature, chosen in rounds
+        ]
+        of_domain = [text for text in texts if text.domain == domain]
+        forced = forced_metrics(target, drafter, of_domain, [how.sampler for how in hows], settings.K)
+        for (temperature, chosen), how, on_text in zip(rounds, hows, forced, strict=True):
+            decoded = play(target, watch, asked, settings, how, writer)
             traces = [[answer.trace for answer in answers] for answers in decoded]
             measured = metrics([[verify for trace in own for verify in trace] for own in traces], settings.K)
             entry: dict[str, Any] = {
                 "domain": domain,
                 "temperature": temperature,
                 "K": settings.K,
-                "tree": "chain",
+                "tree": drafter.own_tree or settings.tree_name,
                 "drafting": chosen.drafting,
                 "prompts": len(asked),
                 "answers": sum(map(len, decoded)),
@@ -115,7 +120,7 @@ def evaluate(
             }
             if temperature == 0:
                 if domain not in plain.tokens:
-                    own = play(target, NoDraft(), asked, settings, 0.0, writer)
+                    own = play(target, NoDraft(), asked, settings, decoding(settings, 0.0), writer)
                     plain.tokens[domain] = [[answer.tokens for answer in answers] for answers in own]
                 entry["identical"] = identical(decoded, plain.tokens[domain])
                 entry["depth_one"] = on_answers(target, drafter, [answer for own in decoded for answer in own])
@@ -126,15 +131,34 @@ def evaluate(
             if settings.timed_prompts:
                 tokens, verifies = (np.array(measured["per_prompt"][name]) for name in ("tokens", "verifies"))
                 few = [writer.first(prompt) for prompt in asked[: settings.timed_prompts]]
-                entry |= measured_speed(target, drafter, few, chosen, temperature).metrics(tokens, verifies, settings.K)
+                entry |= measured_speed(target, drafter, few, settings, how).metrics(tokens, verifies, settings.K)
             results.append(entry)
             on_progress(len(asked))
     return results
 
 
-def sampler_of(settings: EvalSettings, temperature: float) -> Sampler:
-    """How p and q are made of logits at this temperature."""
-    return Sampler(temperature, settings.top_k, settings.top_p, settings.drafting == "greedy")
+def decoding(settings: EvalSettings, temperature: float, shape: Shape | None = None) -> Decoding:
+    """What the settings say of decoding at this temperature (without a shape: chains of K)."""
+    sampler = Sampler(temperature, settings.top_k, settings.top_p, settings.drafting == "greedy")
+    return Decoding(shape or chain_shape(settings.K), sampler, settings.max_new_tokens, settings.seed)
+
+
+def shape_for(
+    target: Target,
+    drafter: Drafter,
+    asked: Sequence[Prompt],
+    settings: EvalSettings,
+    temperature: float,
+    writer: Writer,
+) -> Shape:
+    """The tree that the settings ask for; the optimal one is made for the acceptance on a quarter of these prompts."""
+    if settings.tree == "chain" or drafter.own_tree:
+        return chain_shape(settings.K, settings.min_confidence)
+    if settings.tree != "optimal":
+        return as_shape(settings.tree, settings.K, settings.tree_nodes, settings.tree_width)
+    some, how = asked[: -(-len(asked) // 4)], decoding(settings, temperature)
+    profile = rank_profile(target, drafter, list(map(writer.first, some)), how, settings.K, settings.tree_width)
+    return optimal_shape(profile, settings.tree_nodes)
 
 
 def play(
@@ -142,7 +166,7 @@ def play(
     drafter: Drafter,
     prompts: Sequence[Prompt],
     settings: EvalSettings,
-    temperature: float,
+    how: Decoding,
     writer: Writer,
 ) -> list[list[Decoded]]:
     """The answers to each prompt: one, or for a conversation one per turn, each turn asked after the answers before it.
@@ -156,7 +180,7 @@ def play(
     while asked:
         texts = list(asked.values())
         names = [xxhash.xxh3_64_intdigest(np.array(ids, dtype=np.int64).tobytes()) for ids in texts]
-        for number, result in zip(asked, decode_all(target, drafter, texts, settings, temperature, names), strict=True):
+        for number, result in zip(asked, decode_all(target, drafter, texts, settings, how, names), strict=True):
             answers[number].append(result)
         following = {n: writer.following(prompts[n], [a.tokens for a in answers[n]], room) for n in asked}
         asked = {number: ids for number, ids in following.items() if ids is not None}
@@ -174,7 +198,7 @@ def decode_all(
     drafter: Drafter,
     texts: list[list[int]],
     settings: EvalSettings,
-    temperature: float,
+    how: Decoding,
     names: Sequence[int] | None = None,
 ) -> list[Decoded]:
     """Decode prompts in batches. Each one's random stream is its own, made from the seed and its name (default: its number)."""
@@ -182,24 +206,8 @@ def decode_all(
     names = range(len(texts)) if names is None else names
     for start in range(0, len(texts), settings.batch):
         part = slice(start, start + settings.batch)
-        decoded += decode(
-            target,
-            drafter,
-            texts[part],
-            shape=chain_shape(settings.K),
-            sampler=sampler_of(settings, temperature),
-            max_new_tokens=settings.max_new_tokens,
-            seed=settings.seed,
-            names=names[part],
-        )
+        decoded += decode(target, drafter, texts[part], how, names=names[part])
     return decoded
-
-
-def measured_speedup(
-    target: Target, drafter: Drafter, texts: list[list[int]], settings: EvalSettings, temperature: float = 0.0
-) -> dict[str, float | int]:
-    """Wall-clock tokens/s, speculative ÷ plain, one prompt at a time, the two in turn in this process."""
-    return measured_speed(target, drafter, texts, settings, temperature).speedup()
 
 
 def identical(decoded: Sequence[Sequence[Decoded]], plain: Sequence[Sequence[list[int]]]) -> list[int]:

@@ -12,12 +12,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import Drafter, NoDraft
 from draftsmith.eval.metrics import interval, ratio, resampled
-from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
-from draftsmith.eval.tree import chain_shape
 from draftsmith.models.target import Target
 
 ROUNDS = 2
@@ -81,7 +79,7 @@ class Speed:
 
 
 def measured_speed(
-    target: Target, drafter: Drafter, texts: Sequence[list[int]], settings: EvalSettings, temperature: float
+    target: Target, drafter: Drafter, texts: Sequence[list[int]], settings: EvalSettings, how: Decoding
 ) -> Speed:
     """Decode prompts one at a time, plainly and with the drafter in turn, ROUNDS times each.
 
@@ -93,8 +91,8 @@ def measured_speed(
             break
         rounds: list[tuple[float, float, float, float, float]] = []
         for _ in range(ROUNDS):
-            plain, plain_watch = _timed(target, NoDraft(), text, settings, temperature, number)
-            drafted, watch = _timed(target, drafter, text, settings, temperature, number)
+            plain, plain_watch = _timed(target, NoDraft(), text, how, number)
+            drafted, watch = _timed(target, drafter, text, how, number)
             step, verify, draft = map(statistics.median, (plain_watch.verify, watch.verify, watch.draft))
             rounds.append((plain, drafted, step, verify, draft / settings.K))
         best = [min(column) for column in zip(*rounds, strict=True)]
@@ -104,19 +102,8 @@ def measured_speed(
     return speed
 
 
-def _timed(
-    target: Target, drafter: Drafter, text: list[int], settings: EvalSettings, temperature: float, name: int
-) -> tuple[float, Watched]:
+def _timed(target: Target, drafter: Drafter, text: list[int], how: Decoding, name: int) -> tuple[float, Watched]:
     """Seconds per new token of one prompt, and of the parts of each step."""
     watched, started = Watched(drafter), time.perf_counter()
-    [result] = decode(
-        target,
-        cast(Drafter, watched),
-        [text],
-        shape=chain_shape(settings.K),
-        sampler=Sampler(temperature, settings.top_k, settings.top_p, settings.drafting == "greedy"),
-        max_new_tokens=settings.max_new_tokens,
-        seed=settings.seed,
-        names=[name],
-    )
+    [result] = decode(target, cast(Drafter, watched), [text], how, names=[name])
     return (time.perf_counter() - started) / len(result.tokens), watched

@@ -13,7 +13,7 @@ import numpy as np
 
 from draftsmith.errors import UserError
 from draftsmith.eval.costs import FILLER, Costs, GivenCosts, MeasuredCosts, describe, measure
-from draftsmith.eval.decode import Decoded, decode
+from draftsmith.eval.decode import Decoded, Decoding, decode
 from draftsmith.eval.drafters import Drafter, MedusaDrafter, NoDraft
 from draftsmith.eval.metrics import ratio
 from draftsmith.eval.replay import Trace, record
@@ -122,10 +122,12 @@ class Tuner:
                     self.target,
                     NoDraft(),
                     [self.prompts[i] for i in names],
-                    shape=chain_shape(1),
-                    sampler=self._sampler(temperature),
-                    max_new_tokens=self.evaluation.max_new_tokens,
-                    seed=self.evaluation.seed,
+                    Decoding(
+                        shape=chain_shape(1),
+                        sampler=self._sampler(temperature),
+                        max_new_tokens=self.evaluation.max_new_tokens,
+                        seed=self.evaluation.seed,
+                    ),
                     names=names,
                 )
             self._written[temperature] = texts
@@ -249,10 +251,12 @@ class Tuner:
                         self.target,
                         used,
                         [self.prompts[row]],
-                        shape=candidate.shape,
-                        sampler=self._sampler(temperature, sampled),
-                        max_new_tokens=self.evaluation.max_new_tokens,
-                        seed=self.evaluation.seed + turn,
+                        Decoding(
+                            shape=candidate.shape,
+                            sampler=self._sampler(temperature, sampled),
+                            max_new_tokens=self.evaluation.max_new_tokens,
+                            seed=self.evaluation.seed + turn,
+                        ),
                         names=[row],
                     )
                     spent = (time.perf_counter() - started) / len(result.tokens)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from kit import tiny_model
 
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import LMDrafter
 from draftsmith.models.draft import DraftLM
 
@@ -29,7 +29,7 @@ def prompts(count=4, seed=0):
 
 def run(target, drafter, shape, sampler, texts, seed=0, **more):
     more = {"max_new_tokens": TOKENS, "eos_ids": frozenset()} | more
-    return decode(target, drafter, texts, shape=shape, sampler=sampler, seed=seed, **more)
+    return decode(target, drafter, texts, Decoding(shape=shape, sampler=sampler, seed=seed, **more))
 
 
 def counts(results):

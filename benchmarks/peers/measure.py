@@ -5,7 +5,7 @@ from typing import Any
 
 from draftsmith.data.rows import Row
 from draftsmith.eval.acceptance import held_out_prompts
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import EagleDrafter, NoDraft
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
@@ -72,10 +72,9 @@ def _decoded(
             target,
             drafter,
             [prompts[i] for i in names],
-            shape=SHAPES[tree, temperature],
-            sampler=Sampler(temperature),
-            max_new_tokens=new_tokens,
-            seed=seed,
+            Decoding(
+                shape=SHAPES[tree, temperature], sampler=Sampler(temperature), max_new_tokens=new_tokens, seed=seed
+            ),
             names=names,
         )
     return [(result.tokens, len(result.trace)) for result in results]

@@ -6,7 +6,7 @@ import pytest
 from kit import a_head, tiny_target
 
 from draftsmith.eval.calibration import WatchedDrafter, calibration, watched
-from draftsmith.eval.decode import Decoded, Verify, decode
+from draftsmith.eval.decode import Decoded, Decoding, Verify, decode
 from draftsmith.eval.drafters import EagleDrafter, NoDraft
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import chain_shape
@@ -19,10 +19,7 @@ def decoded_by(target, drafter, floor=0.0):
         target,
         drafter,
         PROMPTS,
-        shape=chain_shape(3, floor),
-        sampler=Sampler(1.0),
-        max_new_tokens=9,
-        eos_ids=frozenset(),
+        Decoding(shape=chain_shape(3, floor), sampler=Sampler(1.0), max_new_tokens=9, eos_ids=frozenset()),
     )
 
 

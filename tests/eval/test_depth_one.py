@@ -8,7 +8,7 @@ import torch
 from kit import TAPS, a_head, tiny_target
 
 from draftsmith.data.rows import Row
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.depth_one import FEWEST, depth_one, on_answers, on_texts, verdict
 from draftsmith.eval.drafters import EagleDrafter, LMDrafter, NoDraft, PromptLookup
 from draftsmith.eval.sampling import Sampler
@@ -20,7 +20,7 @@ from draftsmith.train.objectives import DraftLMObjective, EagleObjective
 from draftsmith.train.teachers import frozen_head
 
 PROMPTS = [[6 + i, 40 - i, 60 + 2 * i] for i in range(10)]
-GREEDY = {"shape": chain_shape(2), "sampler": Sampler(0.0), "max_new_tokens": 24, "eos_ids": frozenset()}
+GREEDY = Decoding(chain_shape(2), Sampler(0.0), max_new_tokens=24, eos_ids=frozenset())
 
 
 class Trained:
@@ -28,7 +28,7 @@ class Trained:
 
     def __init__(self) -> None:
         self.target = tiny_target()
-        own = decode(self.target, NoDraft(), PROMPTS, **GREEDY)
+        own = decode(self.target, NoDraft(), PROMPTS, GREEDY)
         texts = [np.array([*answer.prompt, *answer.tokens], dtype=np.int32) for answer in own]
         self.rows = [Row(text, np.arange(len(text)) >= 3, "prose", "") for text in texts]
         self.head = a_head(self.target)
@@ -45,7 +45,7 @@ class Trained:
         self.match = self.held_out.match(objective)
 
     def checks(self, drafter, trained):
-        answers = decode(self.target, drafter, PROMPTS, **GREEDY)
+        answers = decode(self.target, drafter, PROMPTS, GREEDY)
         return depth_one(
             [{"depth_one": on_answers(self.target, drafter, answers)}],
             trained,

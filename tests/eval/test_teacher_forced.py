@@ -6,7 +6,7 @@ import torch
 from kit import STEPS, TAPS, a_head, tiny_target
 
 from draftsmith.data.rows import Row
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import EagleDrafter, LMDrafter, MedusaDrafter, PromptLookup
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.teacher_forced import acceptance_at, expected, forced_metrics
@@ -65,9 +65,9 @@ def test_it_is_what_training_measures_on_the_same_rows_at_every_depth():
 def test_on_the_text_that_was_decoded_it_says_of_each_verify_whether_its_first_token_stayed():
     target = tiny_target()
     for drafter in (EagleDrafter(a_head(target)), LMDrafter(DraftLM.from_target_blocks(target, [0, 3]))):
-        options = {"shape": chain_shape(3), "sampler": Sampler(0.0), "max_new_tokens": 16}
+        how = Decoding(chain_shape(3), Sampler(0.0), max_new_tokens=16)
         seen = []
-        for result in decode(target, drafter, [[9, 10, 11, 12], [20, 21, 22]], **options):
+        for result in decode(target, drafter, [[9, 10, 11, 12], [20, 21, 22]], how):
             ids, place = result.prompt + result.tokens, len(result.prompt)
             forced = acceptance_at(target, drafter, ids, np.ones(len(ids), bool), [Sampler(0.0)], 1)[0, 0]
             for verify in result.trace:

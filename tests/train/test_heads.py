@@ -12,7 +12,7 @@ from draftsmith.data.cache.build import build_cache
 from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.cache.reader import CacheReader
 from draftsmith.errors import UserError
-from draftsmith.eval.decode import as_drafter, decode
+from draftsmith.eval.decode import Decoding, as_drafter, decode
 from draftsmith.eval.drafters import EagleDrafter, MedusaDrafter
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import chain_shape
@@ -147,8 +147,8 @@ def test_every_kind_trains_is_loaded_by_its_path_and_decodes_exactly(tmp_path, t
     assert isinstance(drafter, MedusaDrafter if options.kind == "medusa" else EagleDrafter)
     prompts = [[7, 8, 9, 30], [40, 41]]
     common = {"sampler": Sampler(0.0), "max_new_tokens": 12, "eos_ids": frozenset()}
-    plain_runs = decode(target, as_drafter(None, target), prompts, shape=chain_shape(1), **common)
-    drafted = decode(target, drafter, prompts, shape=chain_shape(3), **common)
+    plain_runs = decode(target, as_drafter(None, target), prompts, Decoding(chain_shape(1), **common))
+    drafted = decode(target, drafter, prompts, Decoding(chain_shape(3), **common))
     assert [d.tokens for d in drafted] == [p.tokens for p in plain_runs]
 
 
