@@ -91,6 +91,16 @@ def test_evaluating_twice_gives_the_same_numbers():
     assert first == second
 
 
+def test_a_trees_first_tokens_are_several_and_not_held_against_the_likeliest_one():
+    """FAULTS 59 is of chains: a tree accepts its second candidate too, which is no contradiction."""
+    target = tiny_target()
+    draft = LMDrafter(DraftLM.from_target_blocks(target, [0, 3]))
+    settings = SETTINGS.model_copy(update={"tree": (-1, 0, 0, 1, 3), "temperatures": (0.0,), "timed_prompts": 0})
+    for entry in evaluate(target, draft, prompts(target), settings, PlainRuns()):
+        assert (entry["tree"], entry["identical"]) == ("parents-4", [4, 4])
+        assert "depth_one" not in entry
+
+
 def test_prompts_in_other_batches_and_another_order_give_the_same_acceptance():
     """FAULTS 63, at T = 0 and T = 1; the intervals' bootstrap goes by the order, what was measured does not."""
     target = tiny_target()
