@@ -82,9 +82,9 @@ def stage_units(config: Config, work: "Work") -> list[Unit]:
                 ranks=True,
             )
         )
-    measured = {key: value for key, value in resolved["evaluation"].items() if key != "drafts"}
     if config.evaluation.questions is not None:
-        measured["content"] = stamp(Path(config.evaluation.questions).expanduser(), content=True)
+        resolved["evaluation"]["content"] = stamp(Path(config.evaluation.questions).expanduser(), content=True)
+    measured = {key: value for key, value in resolved["evaluation"].items() if key != "drafts"}
     for draft in dict.fromkeys(config.evaluation.drafts):
         inputs = ("target", "prepare", *_trained_by(draft, config))
         evaluate = functools.partial(work.evaluate, draft)
@@ -418,18 +418,28 @@ class Work:
         settings = self.config.evaluation
         total = len(settings.rounds()) * sum(map(len, self.prompts.values()))
         drafter, about = self._drafter(draft)
-        texts = self._first_held_out(settings.held_out_rows)
+        texts = self._texts()
         with ticker(f"eval-acceptance {draft}", total, "prompts") as progress:
             results = evaluate(self.target, drafter, self.prompts, settings, self.plain, progress.advance, texts)
         path = self.config.target.path or "target"
         found = document(self.target, about, path, settings, self.prompts, results)
-        trained, rows = None, 0
+        trained = held_out = None
         if draft == TRAINED or draft in self.config.eagle:
             trained = trained_match(self.run / "draft" if draft == TRAINED else self.run / "eagle" / draft)
             rows = self.config.eagle.get(draft, self.config.distill).held_out_rows
-        held_out = None if trained is None else on_texts(self.target, drafter, self._first_held_out(rows))
+            held_out = on_texts(self.target, drafter, self._first_held_out(rows))
         publish_json(self.run / "eval" / f"{draft}.json", found | {"depth_one": depth_one(results, trained, held_out)})
         self.tracking.results(draft, results)
+
+    def _texts(self) -> list["Row"]:
+        """The first held-out rows of every domain that is evaluated, as many as the evaluation wants."""
+        rows, chosen = self.rows("held_out"), []
+        wanted = dict.fromkeys(self.prompts, self.config.evaluation.held_out_rows)
+        for index in range(len(rows)):
+            if wanted.get(domain := rows.domain(index)):
+                wanted[domain] -= 1
+                chosen.append(rows[index])
+        return chosen
 
     def _first_held_out(self, count: int) -> list["Row"]:
         rows = self.rows("held_out")

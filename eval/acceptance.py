@@ -123,7 +123,8 @@ def evaluate(
                     own = play(target, NoDraft(), asked, settings, decoding(settings, 0.0), writer)
                     plain.tokens[domain] = [[answer.tokens for answer in answers] for answers in own]
                 entry["identical"] = identical(decoded, plain.tokens[domain])
-                entry["depth_one"] = on_answers(target, drafter, [answer for own in decoded for answer in own])
+                if settings.tree == "chain":  # in a tree one of several first tokens may stay
+                    entry["depth_one"] = on_answers(target, drafter, in_order(decoded))
             if target.has_tokenizer:
                 entry["sample"] = sample(decoded[0][0], target.tokenizer)
             if bins := calibration(watch, in_order(decoded)):

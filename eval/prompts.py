@@ -19,6 +19,8 @@ from draftsmith.models.target import Target
 #: Spec-Bench (arXiv 2401.07851) files its MT-bench questions under MT-bench's own categories, all others under these five.
 SPEC_BENCH = ("translation", "summarization", "qa", "math_reasoning", "rag")
 MULTI_TURN = "multi-turn"
+# A template is a program that meets messages which its author did not foresee.
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
 FORMS = ("prompt", "messages", "turns")
 NO_DOMAIN = "questions"
 
@@ -76,7 +78,7 @@ class Writer:
             said = self._target.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, return_dict=True
             )
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
+        except TEMPLATE_ERRORS as error:
             raise UserError(
                 f"evaluation.questions: the target's chat template refuses {list(messages)!r:.80} ({first_line(error)})"
             ) from error

@@ -24,7 +24,7 @@ class EvalSettings(Settings):
     prompts: per domain; prompt_tokens: how much of a held-out text is given; max_new_tokens: generated for each prompt at most;
     batch: prompts decoded at once (the result does not depend on it); timed_prompts: per domain, decoded one at a time for the
     speed-up (0: not measured), plainly and with the draft in turn, two rounds; no new one is begun after timed_seconds, but two are
-    timed in any case. held_out_rows: texts for alpha_teacher_forced (0: not measured); seed: of the prompts' random streams.
+    timed in any case. held_out_rows: texts per domain for alpha_teacher_forced (0: not measured); seed: of the random streams.
     """
 
     drafts: tuple[str, ...] = Field(("untrained", "distilled", "prompt-lookup", "oracle"), min_length=1)
@@ -46,7 +46,7 @@ class EvalSettings(Settings):
     batch: int = Field(16, ge=1)
     timed_prompts: int = Field(8, ge=0)
     timed_seconds: float = Field(3.0, ge=0)
-    held_out_rows: int = Field(12, ge=0)
+    held_out_rows: int = Field(8, ge=0)
     seed: int = Field(0, ge=0, lt=SEEDS)
 
     def rounds(self) -> list[tuple[float, "EvalSettings"]]:

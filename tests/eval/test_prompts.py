@@ -6,7 +6,7 @@ import pytest
 from kit import tiny_model, tiny_target, tiny_tokenizer
 
 from draftsmith.errors import UserError
-from draftsmith.eval.acceptance import PlainRuns, evaluate, play, questions
+from draftsmith.eval.acceptance import PlainRuns, decoding, evaluate, play, questions
 from draftsmith.eval.drafters import LMDrafter, NoDraft
 from draftsmith.eval.prompts import Question, Writer, read_questions, restored, stored
 from draftsmith.eval.settings import EvalSettings
@@ -119,7 +119,7 @@ def test_chats_need_a_template_unless_they_are_to_be_plain_text(tmp_path):
 def test_a_second_turn_is_asked_after_the_answer_that_was_decoded():
     target = tiny_target()
     question, writer = Question((), ("the fox", "and the dog")), Writer(target)
-    [[first, second]] = play(target, NoDraft(), [question], SETTINGS, 0.0, writer)
+    [[first, second]] = play(target, NoDraft(), [question], SETTINGS, decoding(SETTINGS, 0.0), writer)
     answer = target.tokenizer.decode(first.tokens, skip_special_tokens=True)
     assert first.prompt == writer.ids([{"role": "user", "content": "the fox"}])
     assert second.prompt == writer.ids(
@@ -129,10 +129,11 @@ def test_a_second_turn_is_asked_after_the_answer_that_was_decoded():
             {"role": "user", "content": "and the dog"},
         ]
     )
-    [[alone]] = play(target, NoDraft(), [Question((), ("the fox",))], SETTINGS, 0.0, writer)
+    [[alone]] = play(target, NoDraft(), [Question((), ("the fox",))], SETTINGS, decoding(SETTINGS, 0.0), writer)
     assert alone.tokens == first.tokens
     narrow = SETTINGS.model_copy(update={"max_new_tokens": target.context - len(first.prompt) - SETTINGS.K})
-    assert [len(own) for own in play(target, NoDraft(), [question], narrow, 0.0, writer)] == [1], "no room for a second"
+    [ended] = play(target, NoDraft(), [question], narrow, decoding(narrow, 0.0), writer)
+    assert len(ended) == 1, "no room for a second"
 
 
 def test_a_conversation_is_one_prompt_with_an_answer_for_each_turn():
