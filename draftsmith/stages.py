@@ -413,7 +413,7 @@ class Work:
         about = {name: about | {"taps": list(drafters[name].taps)} for name, (_, about) in found.items()}
         tuner = Tuner(self.target, drafters, self.prompts, self.config.tune, self.config.evaluation, self.say)
         document = tuner.run() | {"drafts": about}
-        document["target"]["path"] = self.config.target.path or "target"
+        document["target"]["path"] = self.config.target.path or "RUN/target"
         publish_json(self.run / "tune.json", document)
         publish_text(self.run / "skill-speculative-tuning.md", skill_page(document))
 

@@ -275,7 +275,6 @@ def _record_pool(
     sharpness: float,
 ) -> np.ndarray:
     """`Trace.places` of one width: the whole pool is proposed at every position, and the true branch looked up in it."""
-    width = min(width, drafter.vocabulary.size)  # type: ignore[attr-defined]
     most = width + (depth - 1) * width**2
     shape = Dynamic(width, depth, most, sharpness)
     longest = max(len(text.tokens) for text in texts)

@@ -143,7 +143,7 @@ def engine_settings(document: Mapping[str, Any], engine: str) -> dict[str, Any] 
     none of them a static tree.
     """
     place = ("vllm", "sglang", "trtllm").index(engine)
-    for entry in document["families"]:  # best first
+    for entry in (document["chosen"], *document["families"]):  # measured before predicted, the best first
         kind = document["drafts"][entry["draft"]]["kind"]
         trees = engine != "vllm" and kind in ("eagle1", "eagle3") and entry.get("confidence_temperature") == 1.0
         if ENGINES[kind][place] is not None and (entry["family"] == "chain" or trees):

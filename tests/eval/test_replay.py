@@ -83,8 +83,8 @@ def test_greedy_drafts_replay_to_the_very_counts_of_decoding(name):
 @pytest.mark.parametrize("shape", [chain_shape(3), Dynamic(3, 4, 9)], ids=["chain", "dynamic"])
 def test_deterministic_drafts_of_sampled_texts_replay_to_the_counts_of_verifying_these_texts(shape):
     target, drafter = tiny_target(), near_copy()
-    plain = run(target, NoDraft(), chain_shape(1), Sampler(1.0), prompts()[:3], max_new_tokens=12)
-    trace = record(target, drafter, plain, Sampler(1.0), depth=4, pools=[(3, 1.0)])
+    plain = run(target, NoDraft(), chain_shape(1), Sampler(0.5), prompts()[1:3])
+    trace = record(target, drafter, plain, Sampler(0.5), depth=4, pools=[(3, 1.0)])
     scored = replay(trace, shape)
     assert (scored.verifies.tolist(), scored.accepted.tolist()) == by_hand(target, drafter, plain, shape)
     assert scored.accepted.sum() > 0
@@ -177,11 +177,11 @@ def test_sampled_drafts_replay_to_the_mean_of_many_decodings(name, shape):
 
 
 def test_the_acceptance_of_each_sibling_equals_the_rejection_rule_simulated():
-    """60 000 draws of three siblings: standard errors below 0.006 of every conditional probability with p above 0.1."""
+    """12 000 draws of three siblings: a token of p = 0.1 is emitted 1 200 times, so every standard error is below 0.015."""
     rng = np.random.default_rng(0)
     p, q = np.array([0.45, 0.25, 0.2, 0.1]), np.array([0.1, 0.5, 0.1, 0.3])
     hits, emitted = np.zeros((4, 3)), np.zeros(4)
-    for _ in range(60_000):
+    for _ in range(12_000):
         left, tokens = q.copy(), [0]
         for _ in range(3):
             tokens.append(int(rng.choice(4, p=left / left.sum())))
@@ -200,7 +200,7 @@ def test_the_acceptance_of_each_sibling_equals_the_rejection_rule_simulated():
             3,
             torch.Generator().manual_seed(0),
         )
-        assert found.mean(0).numpy() == pytest.approx(hits[token] / emitted[token], abs=0.025)
+        assert found.mean(0).numpy() == pytest.approx(hits[token] / emitted[token], abs=0.06)
         assert found[:, 0].numpy() == pytest.approx(min(1.0, q[token] / p[token]))
 
 
