@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from kit import TAPS, a_head, tiny_model, tiny_target
+from kit import TAPS, a_head, near_copy, tiny_target
 
 from draftsmith.eval.decode import decode
 from draftsmith.eval.drafters import EagleDrafter, LMDrafter, MedusaDrafter, NoDraft, PromptLookup
@@ -13,7 +13,6 @@ from draftsmith.eval.replay import rank_profile, record, replay, sibling_accepta
 from draftsmith.eval.rules import rejection
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import Dynamic, chain_shape, level_shape, optimal_shape
-from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import new_eagle_head
 from draftsmith.models.medusa import new_medusa_heads
 from draftsmith.models.vocabulary import DraftVocabulary
@@ -21,20 +20,10 @@ from draftsmith.models.vocabulary import DraftVocabulary
 TOKENS, DEPTH = 12, 8
 
 
-def near_copy(noise=0.03):
-    """The target's weights with noise: a draft that is often right and often wrong."""
-    model = tiny_model()
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(1)
-        for parameter in model.parameters():
-            parameter.add_(noise * torch.randn_like(parameter))
-    return LMDrafter(DraftLM(model))
-
-
 def drafters(target):
     half = DraftVocabulary(torch.arange(0, target.vocabulary, 2), target.vocabulary)
     return {
-        "draft LM": near_copy(),
+        "draft LM": LMDrafter(near_copy()),
         "EAGLE-3": EagleDrafter(a_head(target)),
         "EAGLE-3, half the vocabulary": EagleDrafter(new_eagle_head(target, TAPS, half)),
         "Medusa": MedusaDrafter(new_medusa_heads(target, half, DEPTH)),
@@ -82,7 +71,7 @@ def test_greedy_drafts_replay_to_the_very_counts_of_decoding(name):
 
 @pytest.mark.parametrize("shape", [chain_shape(3), Dynamic(3, 4, 9)], ids=["chain", "dynamic"])
 def test_deterministic_drafts_of_sampled_texts_replay_to_the_counts_of_verifying_these_texts(shape):
-    target, drafter = tiny_target(), near_copy()
+    target, drafter = tiny_target(), LMDrafter(near_copy())
     plain = run(target, NoDraft(), chain_shape(1), Sampler(0.5), prompts()[1:3])
     trace = record(target, drafter, plain, Sampler(0.5), depth=4, pools=[(3, 1.0)])
     scored = replay(trace, shape)
@@ -142,7 +131,7 @@ class Watched(NoDraft):
 
 
 def test_a_text_that_ends_in_eos_or_at_a_cap_is_cut_as_decoding_cuts_it():
-    target, drafter = tiny_target(), near_copy()
+    target, drafter = tiny_target(), LMDrafter(near_copy())
     texts = prompts()
     eos = frozenset({run(target, NoDraft(), chain_shape(1), Sampler(0.0), texts)[2].tokens[6]})
     plain = run(target, NoDraft(), chain_shape(1), Sampler(0.0), texts, eos_ids=eos)
@@ -214,7 +203,7 @@ def test_the_first_sibling_alone_is_the_chains_rule_and_an_equal_draft_is_always
 
 def test_the_profile_of_ranks_makes_the_tree_that_is_best_on_the_recorded_texts():
     """Of all trees of 4 nodes from 1 000 random profiles, none emits more on the first verify than the one of the profile."""
-    target, drafter = tiny_target(), near_copy(0.06)
+    target, drafter = tiny_target(), LMDrafter(near_copy(0.06))
     plain = run(target, NoDraft(), chain_shape(1), Sampler(0.0), prompts(8))
     trace = record(target, drafter, plain, Sampler(0.0), depth=3)
     best = optimal_shape(rank_profile(trace, 4), 4)
@@ -226,7 +215,7 @@ def test_the_profile_of_ranks_makes_the_tree_that_is_best_on_the_recorded_texts(
 
 
 def test_what_a_recording_does_not_cover_is_refused():
-    target, drafter = tiny_target(), near_copy()
+    target, drafter = tiny_target(), LMDrafter(near_copy())
     plain = run(target, NoDraft(), chain_shape(1), Sampler(0.0), prompts())
     trace = record(target, drafter, plain, Sampler(0.0), depth=2, pools=[(3, 1.0)])
     for shape, sampled in (
@@ -241,7 +230,7 @@ def test_what_a_recording_does_not_cover_is_refused():
 
 def test_the_visits_of_a_text_follow_from_the_acceptances_by_enumeration():
     """All ways to accept or reject along a short text, added up by brute force, give the expected verifies of the recursion."""
-    target, drafter = tiny_target(), near_copy()
+    target, drafter = tiny_target(), LMDrafter(near_copy())
     plain = run(target, NoDraft(), chain_shape(1), Sampler(1.0), [[7, 9, 11]], max_new_tokens=5)
     trace = record(target, drafter, plain, Sampler(1.0), depth=2)
     chance = trace.accept[0, :, :, 0]
