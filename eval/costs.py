@@ -173,6 +173,9 @@ class Costs(Protocol):
     def start(self, name: str) -> np.ndarray:
         """Once per text: prefill, of target and draft. PLAIN: of the target alone."""
 
+    def table(self) -> list[dict[str, object]]:
+        """JSON: what was measured or stated."""
+
 
 class MeasuredCosts:
     """Costs at one batch size from `measure`. Between measured chain lengths and node counts they are interpolated."""

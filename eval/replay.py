@@ -189,7 +189,7 @@ def _walk(
     lengths = np.array([len(text.tokens) for text in texts])
     longest = max(len(text.prompt) + len(text.tokens) for text in texts)
     drafter.begin(len(texts), longest + max(run, depth, drafter.most_nodes) + 2)
-    rows = np.arange(len(texts))
+    rows: np.ndarray = np.arange(len(texts))
     for position in range(int(lengths.max())):
         going = np.flatnonzero(lengths[rows] > position)
         if len(going) < len(rows):

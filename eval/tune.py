@@ -33,7 +33,7 @@ SHOWN = 20  # candidates that the document lists
 
 
 class Tuner:
-    """One target, its drafts and a workload. prompts: token ids by domain; only the first `settings.prompts` of each are used."""
+    """One target, its drafts and a workload. prompts: token ids by domain; the first `settings.prompts` of each are used."""
 
     def __init__(
         self,
@@ -55,6 +55,8 @@ class Tuner:
         )
         self.domains = [domain for domain, texts in prompts.items() for _ in texts[: settings.prompts]]
         self.prompts = [list(text) for texts in prompts.values() for text in texts[: settings.prompts]]
+        more = [list(text) for texts in prompts.values() for text in texts[settings.prompts : 2 * settings.prompts]]
+        self._known = self.prompts + more  # the choice is made on the first ones and looked at on the others
         self._started = time.monotonic()
 
     def run(self) -> dict[str, Any]:
@@ -83,6 +85,7 @@ class Tuner:
             "batch": self.settings.batches[0],
             "chosen": _entry(best) | {"speedup": judged, "pays": pays(judged)},
             "verified": verified,
+            "unseen": self._unseen(best),
             "candidates": [_entry(prediction) for prediction in ranked[:SHOWN]],
             "families": _families(ranked),
             "by_domain": self._by_domain(best),
@@ -244,7 +247,7 @@ class Tuner:
         for side, prediction in enumerate(predictions, 1):
             tau = ratio(tokens[side], verifies[side])
             if temperature > 0:  # these texts are drawn: more of them, untimed and so in batches
-                tau = self._drawn_tokens(rows, *sides[side])
+                tau = self._decoded_tokens(rows, *sides[side])
             speed = ratio(seconds[0] * tokens[0], seconds[side] * tokens[0]) | {"count": len(rows)}
             entries.append(self._compared(prediction, rows, tau, {} if self.settings.costs else speed))
         return entries
@@ -255,7 +258,7 @@ class Tuner:
         return decode(
             self.target,
             drafter,
-            [self.prompts[row] for row in rows],
+            [self._known[row] for row in rows],
             shape=shape,
             sampler=sampler,
             max_new_tokens=self.evaluation.max_new_tokens,
@@ -263,16 +266,26 @@ class Tuner:
             names=rows,
         )
 
-    def _drawn_tokens(self, rows: Sequence[int], drafter: Drafter, shape: Shape, sampler: Sampler) -> Any:
-        """Tokens per verify of several draws of each prompt."""
+    def _decoded_tokens(self, rows: Sequence[int], drafter: Drafter, shape: Shape, sampler: Sampler) -> Any:
+        """Tokens per verify of each prompt's text, or of several that are drawn."""
         tokens, verifies = np.zeros(len(rows)), np.zeros(len(rows))
-        for turn in range(DRAWS):
+        for turn in range(1 if sampler.greedy else DRAWS):
             for start in range(0, len(rows), self.evaluation.batch):
                 some = slice(start, start + self.evaluation.batch)
                 results = self._decode(drafter, rows[some], shape, sampler, turn)
                 tokens[some] += [len(result.tokens) for result in results]
                 verifies[some] += [len(result.trace) for result in results]
         return ratio(tokens, verifies)
+
+    def _unseen(self, best: Prediction) -> dict[str, Any]:
+        """Tokens per verify of the choice on prompts that it was not made on; {} where there are none."""
+        candidate = best.candidate
+        sampler = self._sampler(self.settings.temperature, candidate.sampled)
+        rows = range(len(self.prompts), len(self._known))
+        if not rows:
+            return {}
+        tau = self._decoded_tokens(rows, self.drafters[candidate.draft], candidate.shape, sampler)
+        return {"prompts": len(rows), "tokens_per_verify": tau}
 
     def _compared(self, prediction: Prediction, rows: Sequence[int], tau: Any, speed: dict[str, Any]) -> dict[str, Any]:
         replayed = prediction.replayed

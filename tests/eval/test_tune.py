@@ -210,11 +210,16 @@ def test_a_plan_from_stated_costs_is_right_where_it_is_decoded_and_knows_its_lim
     assert document["runtime"]["most_batch"] == 1
     assert [entry["temperature"] for entry in document["temperatures"]] == [0.0, 1.0]
     assert document["workload"]["prompts"] == {"a": 2, "b": 2}
+    assert document["unseen"] == {}
 
 
 def test_where_nothing_pays_the_rules_refuse_everything():
-    document = tuned([StatedCosts(target_step_ms=20, draft_step_ms=15, verify_ms={16: 300})], temperatures=(0.0,))
+    document = tuned(
+        [StatedCosts(target_step_ms=20, draft_step_ms=15, verify_ms={16: 300})], temperatures=(0.0,), prompts=1
+    )
     assert not document["chosen"]["pays"]
+    assert document["unseen"]["prompts"] == 2
+    assert document["unseen"]["tokens_per_verify"]["value"] >= 1
     assert document["runtime"]["most_batch"] == 0
     assert document["runtime"]["most_temperature"] == -1
 
