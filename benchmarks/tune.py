@@ -30,11 +30,11 @@ from twin import heavy_twin
 TOKENS_GOAL, SPEED_GOAL = 0.03, 0.10  # how far a prediction may be from what is then measured
 FULL: dict[str, Any] = {"prompts": 4, "temperatures": (0.0, 0.5, 1.0, 1.5), "batches": (1, 4)}
 HOT: dict[str, Any] = {
-    "prompts": 8,
+    "prompts": 12,
     "temperature": 1.0,
     "temperatures": (1.0,),
     "batches": (1,),
-    "timed_prompts": 24,
+    "timed_prompts": 9,
     "widths": (),
 }
 QUICK: dict[str, Any] = {

@@ -245,11 +245,12 @@ class Tuner:
                     tokens[side, i] += len(result.tokens)
         entries = []
         for side, prediction in enumerate(predictions, 1):
-            tau = ratio(tokens[side], verifies[side])
+            tau, compared = ratio(tokens[side], verifies[side]), rows
             if temperature > 0:  # these texts are drawn: more of them, untimed and so in batches
-                tau = self._decoded_tokens(rows, *sides[side])
+                compared = list(range(len(self.prompts)))
+                tau = self._decoded_tokens(compared, *sides[side])
             speed = ratio(seconds[0] * tokens[0], seconds[side] * tokens[0]) | {"count": len(rows)}
-            entries.append(self._compared(prediction, rows, tau, {} if self.settings.costs else speed))
+            entries.append(self._compared(prediction, compared, tau, rows, {} if self.settings.costs else speed))
         return entries
 
     def _decode(
@@ -287,7 +288,9 @@ class Tuner:
         tau = self._decoded_tokens(rows, self.drafters[candidate.draft], candidate.shape, sampler)
         return {"prompts": len(rows), "tokens_per_verify": tau}
 
-    def _compared(self, prediction: Prediction, rows: Sequence[int], tau: Any, speed: dict[str, Any]) -> dict[str, Any]:
+    def _compared(
+        self, prediction: Prediction, rows: Sequence[int], tau: Any, timed: Sequence[int], speed: dict[str, Any]
+    ) -> dict[str, Any]:
         replayed = prediction.replayed
         expected = float(replayed.tokens[rows].sum() / replayed.verifies[rows].sum())
         entry = _entry(prediction) | {
@@ -298,7 +301,7 @@ class Tuner:
             "speedup": speed,
         }
         if speed:
-            foreseen = prediction.speedup(rows)
+            foreseen = prediction.speedup(timed)
             entry |= {"foreseen": foreseen, "speedup_error": foreseen["value"] / speed["value"] - 1}
         self._say(f"decoded {_line(prediction)}: {_checked(entry)}")
         return entry
