@@ -28,8 +28,15 @@ from tune_page import page
 from twin import heavy_twin
 
 TOKENS_GOAL, SPEED_GOAL = 0.03, 0.10  # how far a prediction may be from what is then measured
-FULL: dict[str, Any] = {"prompts": 6, "temperatures": (0.0, 0.5, 1.0, 1.5), "batches": (1, 4)}
-HOT: dict[str, Any] = FULL | {"temperature": 1.0, "temperatures": (1.0,), "batches": (1,), "timed_prompts": 18}
+FULL: dict[str, Any] = {"prompts": 4, "temperatures": (0.0, 0.5, 1.0, 1.5), "batches": (1, 4)}
+HOT: dict[str, Any] = {
+    "prompts": 12,
+    "temperature": 1.0,
+    "temperatures": (1.0,),
+    "batches": (1,),
+    "timed_prompts": 9,
+    "widths": (),
+}
 QUICK: dict[str, Any] = {
     "prompts": 1,
     "K": 3,

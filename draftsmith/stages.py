@@ -458,7 +458,7 @@ class Work:
         prompts = {domain: [writer.first(prompt) for prompt in asked] for domain, asked in self.prompts.items()}
         tuner = Tuner(self.target, drafters, prompts, self.config.tune, self.config.evaluation, self.say)
         document = tuner.run() | {"drafts": about}
-        document["target"]["path"] = self.config.target.path or "target"
+        document["target"]["path"] = self.config.target.path or "RUN/target"
         publish_json(self.run / "tune.json", document)
         publish_text(self.run / "skill-speculative-tuning.md", skill_page(document))
 

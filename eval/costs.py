@@ -172,7 +172,7 @@ class Costs(Protocol):
         """Once per text: prefill, of target and draft. PLAIN: of the target alone."""
 
     def table(self) -> list[dict[str, object]]:
-        """All of them, for the result file."""
+        """JSON: what was measured or stated."""
 
 
 class MeasuredCosts:

@@ -189,7 +189,7 @@ def _walk(
     lengths = np.array([len(text.tokens) for text in texts])
     longest = max(len(text.prompt) + len(text.tokens) for text in texts)
     drafter.begin(len(texts), longest + max(run, depth, drafter.most_nodes) + 2)
-    rows = np.arange(len(texts))
+    rows: np.ndarray = np.arange(len(texts))
     for position in range(int(lengths.max())):
         going = np.flatnonzero(lengths[rows] > position)
         if len(going) < len(rows):
@@ -275,7 +275,6 @@ def _record_pool(
     sharpness: float,
 ) -> np.ndarray:
     """`Trace.places` of one width: the whole pool is proposed at every position, and the true branch looked up in it."""
-    width = min(width, drafter.vocabulary.size)  # type: ignore[attr-defined]
     most = width + (depth - 1) * width**2
     shape = Dynamic(width, depth, most, sharpness)
     longest = max(len(text.tokens) for text in texts)

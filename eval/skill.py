@@ -47,7 +47,7 @@ Workload: {workload}.
 ### The best settings, decoded for real
 
 {verified}
-
+{unseen}
 ### The best of each draft and kind of tree, predicted
 
 {families}
@@ -96,6 +96,7 @@ def skill_page(document: Mapping[str, Any]) -> str:
         rules=_rules(document),
         workload=f"{domains}; {workload['prompt_tokens']:.0f} tokens of prompt, {workload['new_tokens']:.0f} new (mean)",
         verified=_verified(document["verified"]),
+        unseen=_unseen(document["unseen"]),
         families=_predicted(document["families"]),
         domains=_table(
             ("domain", "tokens per verify", "speed-up"),
@@ -143,7 +144,7 @@ def engine_settings(document: Mapping[str, Any], engine: str) -> dict[str, Any] 
     none of them a static tree.
     """
     place = ("vllm", "sglang", "trtllm").index(engine)
-    for entry in document["families"]:  # best first
+    for entry in (document["chosen"], *document["families"]):  # measured before predicted, the best first
         kind = document["drafts"][entry["draft"]]["kind"]
         trees = engine != "vllm" and kind in ("eagle1", "eagle3") and entry.get("confidence_temperature") == 1.0
         if ENGINES[kind][place] is not None and (entry["family"] == "chain" or trees):
@@ -292,6 +293,13 @@ def _verified(entries: Sequence[Mapping[str, Any]]) -> str:
         "error",
     )
     return _table(heads, rows)
+
+
+def _unseen(found: Mapping[str, Any]) -> str:
+    if not found:
+        return ""
+    tau = _span(found["tokens_per_verify"])
+    return f"\nOn {found['prompts']} prompts that the choice was not made on: {tau} tokens per verify.\n"
 
 
 def _predicted(entries: Sequence[Mapping[str, Any]]) -> str:

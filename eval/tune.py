@@ -28,11 +28,12 @@ LOOKUP = "prompt-lookup"
 SIBLINGS = 4  # sampled children of a node at most
 TIMED_NODES = 256  # tokens of one timed forward at most, over the whole batch
 ROUNDS = 2  # of every real decoding; the faster one counts
+DRAWS = 4  # of every prompt's text above temperature 0, where they are compared with a prediction
 SHOWN = 20  # candidates that the document lists
 
 
 class Tuner:
-    """One target, its drafts and a workload. prompts: token ids by domain; only the first `settings.prompts` of each are used."""
+    """One target, its drafts and a workload. prompts: token ids by domain; the first `settings.prompts` of each are used."""
 
     def __init__(
         self,
@@ -54,6 +55,8 @@ class Tuner:
         )
         self.domains = [domain for domain, texts in prompts.items() for _ in texts[: settings.prompts]]
         self.prompts = [list(text) for texts in prompts.values() for text in texts[: settings.prompts]]
+        more = [list(text) for texts in prompts.values() for text in texts[settings.prompts : 2 * settings.prompts]]
+        self._known = self.prompts + more  # the choice is made on the first ones and looked at on the others
         self._started = time.monotonic()
 
     def run(self) -> dict[str, Any]:
@@ -65,7 +68,7 @@ class Tuner:
         if not ranked:
             raise UserError("tune: no setting has both recordings and costs; state verify_ms for more nodes")
         self._say(f"{len(ranked)} settings scored; best {_line(ranked[0])}")
-        verified = [self._verify(prediction) for prediction in ranked[: self.settings.verified]]
+        verified = self._verify(ranked[: self.settings.verified]) if self.settings.verified else []
         place = max(range(len(verified)), key=lambda i: verified[i]["speedup"].get("value", -i), default=0)
         best = ranked[place]
         judged = (verified[place]["speedup"] if verified else {}) or best.speedup()
@@ -82,6 +85,7 @@ class Tuner:
             "batch": self.settings.batches[0],
             "chosen": _entry(best) | {"speedup": judged, "pays": pays(judged)},
             "verified": verified,
+            "unseen": self._unseen(best),
             "candidates": [_entry(prediction) for prediction in ranked[:SHOWN]],
             "families": _families(ranked),
             "by_domain": self._by_domain(best),
@@ -115,21 +119,11 @@ class Tuner:
     def _texts(self, temperature: float) -> list[Decoded]:
         """What the target writes by itself, in batches; kept, since every draft is recorded along the same texts."""
         if temperature not in self._written:
-            size, texts = self.evaluation.batch, []
+            size = self.evaluation.batch
+            texts: list[Decoded] = []
             for start in range(0, len(self.prompts), size):
                 names = range(start, min(start + size, len(self.prompts)))
-                texts += decode(
-                    self.target,
-                    NoDraft(),
-                    [self.prompts[i] for i in names],
-                    Decoding(
-                        shape=chain_shape(1),
-                        sampler=self._sampler(temperature),
-                        max_new_tokens=self.evaluation.max_new_tokens,
-                        seed=self.evaluation.seed,
-                    ),
-                    names=names,
-                )
+                texts += self._decode(NoDraft(), names, chain_shape(1), self._sampler(temperature))
             self._written[temperature] = texts
         return self._written[temperature]
 
@@ -166,9 +160,7 @@ class Tuner:
             [stated] = [entry for entry in self.settings.costs if entry.batch == batch]
             return GivenCosts(stated)
         temperature = (self.settings.temperature or 1.0) if sampled else 0.0
-        if all(
-            name == LOOKUP for name in shapes
-        ):  # it offers what it finds: sizes in between have to be timed without it
+        if set(shapes) == {LOOKUP}:  # it offers what it finds: sizes in between have to be timed without it
             shapes = {**shapes, FILLER: _chains(self.settings.K)}
         timings = measure(
             self.target,
@@ -233,55 +225,86 @@ class Tuner:
 
     # The check.
 
-    def _verify(self, prediction: Prediction) -> dict[str, Any]:
-        """Decode for real, plain and with the setting in turn, and compare with what was predicted for the very same prompts."""
-        rows, candidate = self._timed_rows(), prediction.candidate
-        drafter, temperature = self.drafters[candidate.draft], self.settings.temperature
-        seconds = {side: np.full(len(rows), np.inf) for side in ("plain", "speculative")}
-        verifies, tokens = np.zeros(len(rows)), np.zeros(len(rows))
-        sides: dict[str, tuple[Drafter, bool]] = {
-            "plain": (NoDraft(), True),
-            "speculative": (drafter, candidate.sampled),
-        }
-        for turn in range(ROUNDS):
+    def _verify(self, predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
+        """Decode for real, plain and with each setting in turn, and compare with what was predicted for the very same prompts."""
+        rows, temperature = self._timed_rows(), self.settings.temperature
+        sides: list[tuple[Drafter, Shape, Sampler]] = [(NoDraft(), chain_shape(1), self._sampler(temperature))]
+        for prediction in predictions:
+            c = prediction.candidate
+            sides.append((self.drafters[c.draft], c.shape, self._sampler(temperature, c.sampled)))
+        seconds = np.full((len(sides), len(rows)), np.inf)
+        verifies, tokens = np.zeros(seconds.shape), np.zeros(seconds.shape)
+        for _ in range(ROUNDS):
             for i, row in enumerate(rows):
-                for side, (used, sampled) in sides.items():
+                for side, (drafter, shape, sampler) in enumerate(sides):
                     started = time.perf_counter()
-                    [result] = decode(
-                        self.target,
-                        used,
-                        [self.prompts[row]],
-                        Decoding(
-                            shape=candidate.shape,
-                            sampler=self._sampler(temperature, sampled),
-                            max_new_tokens=self.evaluation.max_new_tokens,
-                            seed=self.evaluation.seed + turn,
-                        ),
-                        names=[row],
-                    )
+                    [result] = self._decode(drafter, [row], shape, sampler)
                     spent = (time.perf_counter() - started) / len(result.tokens)
-                    seconds[side][i] = min(seconds[side][i], spent)
-                    if side == "speculative":
-                        verifies[i] += len(result.trace)
-                        tokens[i] += len(result.tokens)
+                    seconds[side, i] = min(seconds[side, i], spent)
+                    verifies[side, i] += len(result.trace)
+                    tokens[side, i] += len(result.tokens)
+        entries = []
+        for side, prediction in enumerate(predictions, 1):
+            tau, compared = ratio(tokens[side], verifies[side]), rows
+            if temperature > 0:  # these texts are drawn: more of them, untimed and so in batches
+                compared = list(range(len(self.prompts)))
+                tau = self._decoded_tokens(compared, *sides[side])
+            speed = ratio(seconds[0] * tokens[0], seconds[side] * tokens[0]) | {"count": len(rows)}
+            entries.append(self._compared(prediction, compared, tau, rows, {} if self.settings.costs else speed))
+        return entries
+
+    def _decode(
+        self, drafter: Drafter, rows: Sequence[int], shape: Shape, sampler: Sampler, turn: int = 0
+    ) -> list[Decoded]:
+        return decode(
+            self.target,
+            drafter,
+            [self._known[row] for row in rows],
+            Decoding(
+                shape=shape,
+                sampler=sampler,
+                max_new_tokens=self.evaluation.max_new_tokens,
+                seed=self.evaluation.seed + turn,
+            ),
+            names=rows,
+        )
+
+    def _decoded_tokens(self, rows: Sequence[int], drafter: Drafter, shape: Shape, sampler: Sampler) -> Any:
+        """Tokens per verify of each prompt's text, or of several that are drawn."""
+        tokens, verifies = np.zeros(len(rows)), np.zeros(len(rows))
+        for turn in range(1 if sampler.greedy else DRAWS):
+            for start in range(0, len(rows), self.evaluation.batch):
+                some = slice(start, start + self.evaluation.batch)
+                results = self._decode(drafter, rows[some], shape, sampler, turn)
+                tokens[some] += [len(result.tokens) for result in results]
+                verifies[some] += [len(result.trace) for result in results]
+        return ratio(tokens, verifies)
+
+    def _unseen(self, best: Prediction) -> dict[str, Any]:
+        """Tokens per verify of the choice on prompts that it was not made on; {} where there are none."""
+        candidate = best.candidate
+        sampler = self._sampler(self.settings.temperature, candidate.sampled)
+        rows = range(len(self.prompts), len(self._known))
+        if not rows:
+            return {}
+        tau = self._decoded_tokens(rows, self.drafters[candidate.draft], candidate.shape, sampler)
+        return {"prompts": len(rows), "tokens_per_verify": tau}
+
+    def _compared(
+        self, prediction: Prediction, rows: Sequence[int], tau: Any, timed: Sequence[int], speed: dict[str, Any]
+    ) -> dict[str, Any]:
         replayed = prediction.replayed
-        measured, expected = ratio(tokens, verifies), float(replayed.tokens[rows].sum() / replayed.verifies[rows].sum())
+        expected = float(replayed.tokens[rows].sum() / replayed.verifies[rows].sum())
         entry = _entry(prediction) | {
             "prompts": len(rows),
             "predicted_tokens_per_verify": expected,
-            "measured_tokens_per_verify": measured,
-            "tokens_per_verify_error": expected / float(measured["value"]) - 1,
-            "speedup": {},
+            "measured_tokens_per_verify": tau,
+            "tokens_per_verify_error": expected / float(tau["value"]) - 1,
+            "speedup": speed,
         }
-        if not self.settings.costs:
-            lengths = tokens / ROUNDS
-            speed = ratio(seconds["plain"] * lengths, seconds["speculative"] * lengths) | {"count": len(rows)}
-            foreseen = prediction.speedup(rows)
-            entry |= {
-                "speedup": speed,
-                "foreseen": foreseen,
-                "speedup_error": foreseen["value"] / float(speed["value"]) - 1,
-            }
+        if speed:
+            foreseen = prediction.speedup(timed)
+            entry |= {"foreseen": foreseen, "speedup_error": foreseen["value"] / speed["value"] - 1}
         self._say(f"decoded {_line(prediction)}: {_checked(entry)}")
         return entry
 

@@ -139,6 +139,16 @@ def tiny_target(flavour: str = "plain", seed: int = 0, **options: Any) -> Target
     return Target(tiny_model(flavour, seed, **options), tiny_tokenizer(), flavour)
 
 
+def near_copy(noise: float = 0.03) -> DraftLM:
+    """The plain tiny target's weights with noise: a draft that is often right and often wrong."""
+    model = tiny_model()
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            parameter.add_(noise * torch.randn_like(parameter))
+    return DraftLM(model)
+
+
 def tiny_target_folder(folder: Path, flavour: str = "plain", seed: int = 0, **options: Any) -> Path:
     """Save a tiny target with its tokenizer as an ordinary `transformers` folder under `folder`; return its path."""
     place = Path(folder) / f"target-{flavour}-{seed}"

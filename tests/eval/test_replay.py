@@ -5,9 +5,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from kit import TAPS, a_head, tiny_target
-from replays import counts, near_copy, prompts, run
+from kit import TAPS, a_head, near_copy, tiny_target
 
+from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import EagleDrafter, LMDrafter, MedusaDrafter, NoDraft, PromptLookup
 from draftsmith.eval.replay import rank_profile, record, replay, sibling_acceptance, survival
 from draftsmith.eval.rules import rejection
@@ -17,13 +17,13 @@ from draftsmith.models.eagle import new_eagle_head
 from draftsmith.models.medusa import new_medusa_heads
 from draftsmith.models.vocabulary import DraftVocabulary
 
-DEPTH = 8
+TOKENS, DEPTH = 12, 8
 
 
 def drafters(target):
     half = DraftVocabulary(torch.arange(0, target.vocabulary, 2), target.vocabulary)
     return {
-        "draft LM": near_copy(),
+        "draft LM": LMDrafter(near_copy()),
         "EAGLE-3": EagleDrafter(a_head(target)),
         "EAGLE-3, half the vocabulary": EagleDrafter(new_eagle_head(target, TAPS, half)),
         "Medusa": MedusaDrafter(new_medusa_heads(target, half, DEPTH)),
@@ -33,6 +33,21 @@ def drafters(target):
 
 
 NAMES = list(drafters(tiny_target()))
+
+
+def prompts(count=4, seed=0):
+    rng = np.random.default_rng(seed)
+    texts = [rng.integers(6, 100, int(n)).tolist() for n in rng.integers(2, 20, count - 2)]
+    return [[7], [9, 8, 9, 8, 9, 8], *texts]
+
+
+def run(target, drafter, shape, sampler, texts, seed=0, **more):
+    more = {"max_new_tokens": TOKENS, "eos_ids": frozenset()} | more
+    return decode(target, drafter, texts, Decoding(shape=shape, sampler=sampler, seed=seed, **more))
+
+
+def counts(results):
+    return [len(r.trace) for r in results], [sum(v.accepted for v in r.trace) for r in results]
 
 
 STATIC = [level_shape([3, 2, 1]), level_shape([8, 2, 1, 1])]
@@ -56,9 +71,9 @@ def test_greedy_drafts_replay_to_the_very_counts_of_decoding(name):
 
 @pytest.mark.parametrize("shape", [chain_shape(3), Dynamic(3, 4, 9)], ids=["chain", "dynamic"])
 def test_deterministic_drafts_of_sampled_texts_replay_to_the_counts_of_verifying_these_texts(shape):
-    target, drafter = tiny_target(), near_copy()
-    plain = run(target, NoDraft(), chain_shape(1), Sampler(1.0), prompts()[:3], max_new_tokens=12)
-    trace = record(target, drafter, plain, Sampler(1.0), depth=4, pools=[(3, 1.0)])
+    target, drafter = tiny_target(), LMDrafter(near_copy())
+    plain = run(target, NoDraft(), chain_shape(1), Sampler(0.5), prompts()[1:3])
+    trace = record(target, drafter, plain, Sampler(0.5), depth=4, pools=[(3, 1.0)])
     scored = replay(trace, shape)
     assert (scored.verifies.tolist(), scored.accepted.tolist()) == by_hand(target, drafter, plain, shape)
     assert scored.accepted.sum() > 0
@@ -116,7 +131,7 @@ class Watched(NoDraft):
 
 
 def test_a_text_that_ends_in_eos_or_at_a_cap_is_cut_as_decoding_cuts_it():
-    target, drafter = tiny_target(), near_copy()
+    target, drafter = tiny_target(), LMDrafter(near_copy())
     texts = prompts()
     eos = frozenset({run(target, NoDraft(), chain_shape(1), Sampler(0.0), texts)[2].tokens[6]})
     plain = run(target, NoDraft(), chain_shape(1), Sampler(0.0), texts, eos_ids=eos)
@@ -151,11 +166,11 @@ def test_sampled_drafts_replay_to_the_mean_of_many_decodings(name, shape):
 
 
 def test_the_acceptance_of_each_sibling_equals_the_rejection_rule_simulated():
-    """60 000 draws of three siblings: standard errors below 0.006 of every conditional probability with p above 0.1."""
+    """12 000 draws of three siblings: a token of p = 0.1 is emitted 1 200 times, so every standard error is below 0.015."""
     rng = np.random.default_rng(0)
     p, q = np.array([0.45, 0.25, 0.2, 0.1]), np.array([0.1, 0.5, 0.1, 0.3])
     hits, emitted = np.zeros((4, 3)), np.zeros(4)
-    for _ in range(60_000):
+    for _ in range(12_000):
         left, tokens = q.copy(), [0]
         for _ in range(3):
             tokens.append(int(rng.choice(4, p=left / left.sum())))
@@ -174,7 +189,7 @@ def test_the_acceptance_of_each_sibling_equals_the_rejection_rule_simulated():
             3,
             torch.Generator().manual_seed(0),
         )
-        assert found.mean(0).numpy() == pytest.approx(hits[token] / emitted[token], abs=0.025)
+        assert found.mean(0).numpy() == pytest.approx(hits[token] / emitted[token], abs=0.06)
         assert found[:, 0].numpy() == pytest.approx(min(1.0, q[token] / p[token]))
 
 
@@ -188,7 +203,7 @@ def test_the_first_sibling_alone_is_the_chains_rule_and_an_equal_draft_is_always
 
 def test_the_profile_of_ranks_makes_the_tree_that_is_best_on_the_recorded_texts():
     """Of all trees of 4 nodes from 1 000 random profiles, none emits more on the first verify than the one of the profile."""
-    target, drafter = tiny_target(), near_copy(0.06)
+    target, drafter = tiny_target(), LMDrafter(near_copy(0.06))
     plain = run(target, NoDraft(), chain_shape(1), Sampler(0.0), prompts(8))
     trace = record(target, drafter, plain, Sampler(0.0), depth=3)
     best = optimal_shape(rank_profile(trace, 4), 4)
@@ -200,7 +215,7 @@ def test_the_profile_of_ranks_makes_the_tree_that_is_best_on_the_recorded_texts(
 
 
 def test_what_a_recording_does_not_cover_is_refused():
-    target, drafter = tiny_target(), near_copy()
+    target, drafter = tiny_target(), LMDrafter(near_copy())
     plain = run(target, NoDraft(), chain_shape(1), Sampler(0.0), prompts())
     trace = record(target, drafter, plain, Sampler(0.0), depth=2, pools=[(3, 1.0)])
     for shape, sampled in (
@@ -215,7 +230,7 @@ def test_what_a_recording_does_not_cover_is_refused():
 
 def test_the_visits_of_a_text_follow_from_the_acceptances_by_enumeration():
     """All ways to accept or reject along a short text, added up by brute force, give the expected verifies of the recursion."""
-    target, drafter = tiny_target(), near_copy()
+    target, drafter = tiny_target(), LMDrafter(near_copy())
     plain = run(target, NoDraft(), chain_shape(1), Sampler(1.0), [[7, 9, 11]], max_new_tokens=5)
     trace = record(target, drafter, plain, Sampler(1.0), depth=2)
     chance = trace.accept[0, :, :, 0]

@@ -48,6 +48,7 @@ DOCUMENT = {
         }
         | {"speedup": span(2.45), "foreseen": span(2.5), "speedup_error": 0.02}
     ],
+    "unseen": {"prompts": 7, "tokens_per_verify": span(2.8)},
     "families": [STATIC, SHARP, DYNAMIC, CHAIN, LOOKUP],
     "by_domain": [{"domain": "code", "tokens_per_verify": span(3.0), "speedup": span(2.4)}],
     "batches": [{"batch": 1, "pays": True, "best": CHAIN} | CHAIN, {"batch": 4, "pays": False, "best": CHAIN} | CHAIN],
@@ -111,6 +112,12 @@ def test_what_an_engine_lacks_is_not_recommended_to_it(kind, settings):
     document = copy.deepcopy(DOCUMENT)
     document["drafts"]["head"]["kind"] = kind
     assert {engine: engine_settings(document, engine) for engine in settings} == settings
+
+
+def test_prompts_that_the_choice_was_not_made_on_are_told_where_there_are_any():
+    said = "On 7 prompts that the choice was not made on: 2.80 (2.70 to 2.90) tokens per verify."
+    assert said in skill_page(DOCUMENT)
+    assert "not made on" not in skill_page(DOCUMENT | {"unseen": {}})
 
 
 def test_no_method_at_all_is_said():

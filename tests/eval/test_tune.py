@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from kit import tiny_target
-from replays import counts, near_copy, prompts, run
+from kit import near_copy, tiny_target
 
 from draftsmith.errors import UserError
 from draftsmith.eval.costs import PLAIN, GivenCosts, MeasuredCosts, Timing, describe, measure
-from draftsmith.eval.drafters import NoDraft, PromptLookup
+from draftsmith.eval.decode import Decoding, decode
+from draftsmith.eval.drafters import LMDrafter, NoDraft, PromptLookup
 from draftsmith.eval.replay import Replayed, record
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
@@ -29,6 +29,17 @@ SMALL = {
 EVALUATION = EvalSettings(max_new_tokens=12)
 
 
+def prompts():
+    rng = np.random.default_rng(0)
+    return [rng.integers(6, 100, int(n)).tolist() for n in rng.integers(2, 20, 4)]
+
+
+def run(target, drafter, shape, sampler, texts):
+    return decode(
+        target, drafter, texts, Decoding(shape=shape, sampler=sampler, max_new_tokens=12, eos_ids=frozenset())
+    )
+
+
 def traced(drafter, temperature=0.0, depth=4, **more):
     target = tiny_target()
     plain = run(target, NoDraft(), chain_shape(1), Sampler(temperature), prompts())
@@ -36,7 +47,7 @@ def traced(drafter, temperature=0.0, depth=4, **more):
 
 
 def test_predicted_time_is_verifies_times_draft_verify_and_overhead_over_tokens_times_a_plain_step():
-    trace, costs = traced(near_copy()), GivenCosts(STATED)
+    trace, costs = traced(LMDrafter(near_copy())), GivenCosts(STATED)
     for shape, cycle in (
         (chain_shape(4), 4 * 1 + 22.5),
         (chain_shape(1), 1 + 20.5 + 0.5),
@@ -69,7 +80,7 @@ def test_stated_costs_are_interpolated_and_not_extended():
     assert costs.plain()[0] == pytest.approx(0.02)
     with pytest.raises(KeyError):
         costs.verify(10)
-    ranked = rank({"d": traced(near_copy(), pools=[(3, 1.0)])}, costs, TuneSettings(**SMALL))
+    ranked = rank({"d": traced(LMDrafter(near_copy()), pools=[(3, 1.0)])}, costs, TuneSettings(**SMALL))
     assert ranked
     assert max(p.candidate.shape.nodes for p in ranked) == 8
 
@@ -102,7 +113,7 @@ def test_measured_costs_come_from_the_timings_by_interpolation_and_by_level():
 
 
 def test_timing_runs_the_loop_that_it_times_and_tells_its_parts():
-    target, drafter = tiny_target(), near_copy()
+    target, drafter = tiny_target(), LMDrafter(near_copy())
     shapes = {"d": [chain_shape(2), Dynamic(3, 2, 5)]}
     found = measure(
         target, {"d": drafter}, shapes, prompts(), lambda shape: Sampler(0.0), batch=2, repetitions=2, verifies=3
@@ -130,12 +141,12 @@ def test_an_interval_of_times_covers_texts_and_repetitions():
 
 def test_what_is_tried_at_each_temperature():
     settings = TuneSettings(**SMALL)
-    cold = list(candidates("d", traced(near_copy(), pools=[(3, 1.0)]), settings))
+    cold = list(candidates("d", traced(LMDrafter(near_copy()), pools=[(3, 1.0)]), settings))
     assert {c.family for c in cold} == {"chain", "static", "dynamic"}
     assert not any(c.sampled for c in cold)
     assert [c.shape.depth for c in cold if c.family == "chain"] == [1, 2, 3, 4]
     assert len(cold) == len(set(cold))
-    hot = list(candidates("d", traced(near_copy(), 1.0, siblings=4), settings))
+    hot = list(candidates("d", traced(LMDrafter(near_copy()), 1.0, siblings=4), settings))
     assert {(c.family, c.sampled) for c in hot} == {(f, s) for f in ("chain", "static") for s in (True, False)}
     assert {c.family for c in candidates("prompt-lookup", traced(PromptLookup()), settings)} == {"chain"}
 
@@ -183,7 +194,7 @@ def tuned(costs, drafters=None, **changes):
     settings = TuneSettings(**(SMALL | {"costs": costs, "batches": tuple(c.batch for c in costs)} | changes))
     texts = prompts()
     return Tuner(
-        tiny_target(), drafters or {"d": near_copy()}, {"a": texts[:2], "b": texts[2:]}, settings, EVALUATION
+        tiny_target(), drafters or {"d": LMDrafter(near_copy())}, {"a": texts[:2], "b": texts[2:]}, settings, EVALUATION
     ).run()
 
 
@@ -201,11 +212,16 @@ def test_a_plan_from_stated_costs_is_right_where_it_is_decoded_and_knows_its_lim
     assert document["runtime"]["most_batch"] == 1
     assert [entry["temperature"] for entry in document["temperatures"]] == [0.0, 1.0]
     assert document["workload"]["prompts"] == {"a": 2, "b": 2}
+    assert document["unseen"] == {}
 
 
 def test_where_nothing_pays_the_rules_refuse_everything():
-    document = tuned([StatedCosts(target_step_ms=20, draft_step_ms=15, verify_ms={16: 300})], temperatures=(0.0,))
+    document = tuned(
+        [StatedCosts(target_step_ms=20, draft_step_ms=15, verify_ms={16: 300})], temperatures=(0.0,), prompts=1
+    )
     assert not document["chosen"]["pays"]
+    assert document["unseen"]["prompts"] == 2
+    assert document["unseen"]["tokens_per_verify"]["value"] >= 1
     assert document["runtime"]["most_batch"] == 0
     assert document["runtime"]["most_temperature"] == -1
 
@@ -248,5 +264,6 @@ def test_shapes_have_names():
 
 def test_the_tests_draft_is_neither_perfect_nor_useless():
     target = tiny_target()
-    decoded = run(target, near_copy(), chain_shape(4), Sampler(0.0), prompts())
-    assert 0 < sum(counts(decoded)[1]) < 4 * sum(counts(decoded)[0])
+    decoded = run(target, LMDrafter(near_copy()), chain_shape(4), Sampler(0.0), prompts())
+    verifies = [v for r in decoded for v in r.trace]
+    assert 0 < sum(v.accepted for v in verifies) < 4 * len(verifies)
