@@ -157,7 +157,7 @@ def _describe(
     tensors = [value for path in sorted(folder.glob("*.safetensors")) for value in load_file(path).values()]
     K = drafted(results)
     if isinstance(draft, MedusaHeads):
-        K = min(K, draft.config.heads)
+        K = draft.config.heads  # vLLM drafts one token per head, whatever number it is told
     about = About(
         name=source.name,
         kind="draft-lm" if isinstance(draft, DraftLM) else draft.config.kind,

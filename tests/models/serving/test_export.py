@@ -175,6 +175,9 @@ def test_medusa_heads_are_vllms_alone_and_with_the_whole_vocabulary(tmp_path):
         for i in range(3)
         for name in ("blocks.{}.layers.0.bias", "blocks.{}.layers.0.weight", "lm_heads.{}.weight")
     )
+    # vLLM drafts one token per head, whatever number it is told: it must be told this one.
+    (tmp_path / "eval.json").write_text(json.dumps({"results": [{"domain": "code", "temperature": 0.0, "K": 2}]}))
+    export_draft(tmp_path / "heads", target, "vllm", tmp_path / "vllm", results=tmp_path / "eval.json")
     assert '"num_speculative_tokens": 3' in (tmp_path / "vllm" / "README.md").read_text()
     for engine in ("sglang", "trtllm", "speculators"):
         with pytest.raises(UserError, match="Medusa heads"):
