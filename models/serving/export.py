@@ -104,6 +104,10 @@ def _write_head(
     if fmt == "sglang" and config.kind == "eagle1" and "fc.bias" not in tensors:
         tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
         notes.append("fc.bias is zero: SGLang has such a parameter, and leaves it random where the file has none")
+    if config.kind == "eagle3" and not target.plain_embedding:
+        notes.append(
+            "the target scales its embeddings, the engine joins them as stored: equal after the norm but for its epsilon"
+        )
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     publish_json(folder / "config.json", engine_config(config, fmt, target, _dtype(source, tensors), K))
     if wrong := check_folder(folder, fmt, config.kind, target.blocks):

@@ -163,6 +163,7 @@ def test_scaled_embeddings_stop_eagle_1_alone(tmp_path):
     with pytest.raises(UserError, match="embeddings are scaled"):
         export_draft(tmp_path / "one", target, "vllm", tmp_path / "x")
     export_draft(tmp_path / "three", target, "vllm", tmp_path / "y")
+    assert "the target scales its embeddings" in (tmp_path / "y" / "README.md").read_text()
 
 
 def test_medusa_heads_are_vllms_alone_and_with_the_whole_vocabulary(tmp_path):
@@ -205,6 +206,7 @@ def test_a_draft_lm_is_an_ordinary_model_with_the_targets_rows_and_tokenizer(tmp
     )
     assert DraftLM.load(folder, target).vocabulary == target.vocabulary
     assert model.generation_config.num_assistant_tokens == 5
+    assert "Embedding: its own." in (folder / "README.md").read_text()
     if fmt == "transformers":  # FAULTS 46: the README's program runs as it stands
         ids = torch.randint(6, 100, (1, 8))
         plain = target.model.generate(ids, max_new_tokens=6, do_sample=False)
