@@ -260,7 +260,7 @@ def test_an_export_replaces_an_export_and_nothing_else(tmp_path):
     export_draft(tmp_path / "head", target, "vllm", out)
     assert not (out / "speculative.yaml").exists()
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    (tmp_path / "mine" / "README.md").write_text("# My thesis\n")
     for place in (tmp_path / "mine", tmp_path / "head"):
         with pytest.raises(UserError, match="no export"):
             export_draft(tmp_path / "head", target, "vllm", place)
