@@ -152,7 +152,9 @@ def _check_ids(config: Mapping[str, Any], inner: Mapping[str, Any], blocks: int)
     if ids != sorted(set(ids)) or ids[0] < 1 or ids[-1] > blocks:
         wrong.append(f"config.json: {IDS} {ids} must rise within 1 … {blocks}")
     if len(ids) != inner.get("num_aux_hidden_states"):
-        wrong.append(f"config.json: {len(ids)} ids, but num_aux_hidden_states {inner.get('num_aux_hidden_states')}")
+        wrong.append(
+            f"config.json: {IDS} has {len(ids)} ids, but num_aux_hidden_states {inner.get('num_aux_hidden_states')}"
+        )
     nested = config.get("eagle_config")
     if nested is not None and list(nested.get(IDS, [])) != [i - 1 for i in ids]:
         wrong.append(f"config.json: eagle_config.{IDS} {nested.get(IDS)} must be one less than {ids}")

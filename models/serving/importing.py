@@ -76,6 +76,7 @@ def import_draft(
     target = target if isinstance(target, Target) else Target.load(target)
     given = _read(folder)
     kind = _kind(given)
+    config: Any  # MedusaConfig or EagleConfig
     config, vocabulary = _medusa(given, target) if kind == "medusa" else _eagle(given, target, kind, nested_ids)
     _strict(given, config, vocabulary, target)
     tensors = given.tensors | {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}

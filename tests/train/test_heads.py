@@ -18,6 +18,8 @@ from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import chain_shape
 from draftsmith.models.eagle import EagleHead, new_eagle_head
 from draftsmith.models.medusa import new_medusa_heads
+from draftsmith.models.serving.export import export_draft
+from draftsmith.models.serving.importing import import_draft
 from draftsmith.models.vocabulary import DraftVocabulary
 from draftsmith.train.eagle import (
     draft_vocabulary,
@@ -152,8 +154,9 @@ def test_every_kind_trains_is_loaded_by_its_path_and_decodes_exactly(tmp_path, t
     assert [d.tokens for d in drafted] == [p.tokens for p in plain_runs]
 
 
-def test_training_goes_on_from_a_head_with_its_weights_and_its_mapping(tmp_path, target):
-    """FAULTS 38: another corpus has other frequent tokens, and the mapping stays."""
+def test_training_goes_on_from_a_head_with_its_weights_and_its_mapping(tmp_path):
+    """FAULTS 38: another corpus has other frequent tokens, and the mapping stays. 48: over a tied head, exported to each engine."""
+    target = tiny_target("tied")
     rows = tiny_rows(tmp_path, [24, 30, 18])
     build_cache(target, rows, tmp_path / "cache", CacheSettings(distribution="topk", state_codec="fp32", k=20))
     reader, kept = CacheReader(tmp_path / "cache"), DraftVocabulary(torch.arange(6, 66), target.vocabulary)
@@ -167,6 +170,11 @@ def test_training_goes_on_from_a_head_with_its_weights_and_its_mapping(tmp_path,
     assert torch.equal(after.vocabulary.target_ids, kept.target_ids)
     for name, value in before.state_dict().items():
         torch.testing.assert_close(after.state_dict()[name], value, atol=1e-6, rtol=0)
+    for engine in ("vllm", "sglang", "trtllm", "speculators"):
+        export_draft(tmp_path / "continued", target, engine, tmp_path / engine)
+        import_draft(tmp_path / engine, target, tmp_path / f"{engine} back")
+        again = EagleHead.load(tmp_path / f"{engine} back", target)
+        assert all(torch.equal(value, again.state_dict()[name]) for name, value in after.state_dict().items())
     for change, said in (
         ({"start": str(tmp_path / "elsewhere")}, "not 3"),
         ({"kind": "eagle1"}, "holds eagle3, not eagle1"),

@@ -163,6 +163,7 @@ def test_scaled_embeddings_stop_eagle_1_alone(tmp_path):
     with pytest.raises(UserError, match="embeddings are scaled"):
         export_draft(tmp_path / "one", target, "vllm", tmp_path / "x")
     export_draft(tmp_path / "three", target, "vllm", tmp_path / "y")
+    assert "the target scales its embeddings" in (tmp_path / "y" / "README.md").read_text()
 
 
 def test_medusa_heads_are_vllms_alone_and_with_the_whole_vocabulary(tmp_path):
@@ -175,6 +176,9 @@ def test_medusa_heads_are_vllms_alone_and_with_the_whole_vocabulary(tmp_path):
         for i in range(3)
         for name in ("blocks.{}.layers.0.bias", "blocks.{}.layers.0.weight", "lm_heads.{}.weight")
     )
+    # vLLM drafts one token per head, whatever number it is told: it must be told this one.
+    (tmp_path / "eval.json").write_text(json.dumps({"results": [{"domain": "code", "temperature": 0.0, "K": 2}]}))
+    export_draft(tmp_path / "heads", target, "vllm", tmp_path / "vllm", results=tmp_path / "eval.json")
     assert '"num_speculative_tokens": 3' in (tmp_path / "vllm" / "README.md").read_text()
     for engine in ("sglang", "trtllm", "speculators"):
         with pytest.raises(UserError, match="Medusa heads"):
@@ -202,6 +206,7 @@ def test_a_draft_lm_is_an_ordinary_model_with_the_targets_rows_and_tokenizer(tmp
     )
     assert DraftLM.load(folder, target).vocabulary == target.vocabulary
     assert model.generation_config.num_assistant_tokens == 5
+    assert "Embedding: its own." in (folder / "README.md").read_text()
     if fmt == "transformers":  # FAULTS 46: the README's program runs as it stands
         ids = torch.randint(6, 100, (1, 8))
         plain = target.model.generate(ids, max_new_tokens=6, do_sample=False)
@@ -255,7 +260,7 @@ def test_an_export_replaces_an_export_and_nothing_else(tmp_path):
     export_draft(tmp_path / "head", target, "vllm", out)
     assert not (out / "speculative.yaml").exists()
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    (tmp_path / "mine" / "README.md").write_text("# My thesis\n")
     for place in (tmp_path / "mine", tmp_path / "head"):
         with pytest.raises(UserError, match="no export"):
             export_draft(tmp_path / "head", target, "vllm", place)

@@ -23,14 +23,16 @@ def target_of(folder: Path) -> Target:
     inner = config.get("transformer_layer_config", config)
     shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": inner["hidden_size"]}
     model = tiny_model(vocabulary=inner["vocab_size"], **shape)
-    source = next(path for path in (folder / "embedding.target", folder / "model.safetensors") if path.exists())
+    source = next(
+        path for path in (HEADS / f"{folder.name}.embedding.safetensors", folder / "model.safetensors") if path.exists()
+    )
     model.get_input_embeddings().weight.data.copy_(load_file(source)["embed_tokens.weight"].float())
     return Target(model, tiny_tokenizer())
 
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_an_imported_head_gives_its_writers_own_logits_at_every_step(tmp_path, writer):
-    target, expected = target_of(HEADS / writer), load_file(HEADS / writer / "expected.safetensors")
+    target, expected = target_of(HEADS / writer), load_file(HEADS / f"{writer}.expected.safetensors")
     done = import_draft(HEADS / writer, target, tmp_path / "head")
     head = EagleHead.load(done.path, target)
     assert head.config.taps == (0, 1, 2)
