@@ -115,7 +115,8 @@ def cases(run: Path, target: Target, folder: Path, heads: dict[str, Path], lengt
         kind = head_kind(path)
         for layout in ("vllm", "speculators") if kind == "eagle3" else ("vllm",):
             export = export_draft(path, target, layout, exports / layout / name)
-            for K in lengths if layout == "vllm" else lengths[-1:]:
+            # Of Medusa vLLM drafts as many tokens as there are heads, whatever it is told.
+            for K in lengths if layout == "vllm" and kind != "medusa" else lengths[-1:]:
                 speculation = {"method": METHODS[kind], "model": str(export.resolve()), "num_speculative_tokens": K}
                 found.append(Case(name, layout, K, as_drafter(path, target), speculation))
     for case in [case for case in found if case.layout == "vllm" and lengths[-1] == case.K]:

@@ -310,6 +310,23 @@ def export(
     export_run(run, draft, to, out, say)
 
 
+@app.command("import")
+def import_(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="a published head: EAGLE, EAGLE-3, Medusa", show_default=False)
+    ],
+    target: Annotated[str, typer.Option(help="folder or hub name of the target that it is for", show_default=False)],
+    out: Annotated[Path, typer.Option(help="folder of the imported head", show_default=False)],
+    nested_ids: Annotated[
+        str, typer.Option(help="what ids below eagle_config count: output or input of blocks")
+    ] = "output",
+) -> None:
+    """Read a head that somebody else trained (SafeAILab, vLLM, speculators, SGLang), to evaluate it or train on from it."""
+    from draftsmith.serving import import_head
+
+    import_head(folder, target, out, nested_ids, say)
+
+
 @app.command()
 def chat(
     target: Annotated[str, typer.Option(help="folder or hub name of the target")],

@@ -28,6 +28,19 @@ def export_run(run: Path, draft: str, fmt: str, out: Path | None, say: Say) -> P
     return made
 
 
+def import_head(folder: Path, target: str, out: Path, nested_ids: str, say: Say) -> Path:
+    """Import somebody's head to `out`, and say what was decided about it."""
+    from draftsmith.models.serving.importing import import_draft
+
+    if nested_ids not in ("output", "input"):
+        raise UserError(f"--nested-ids {nested_ids}: must be output or input")
+    done = import_draft(folder, target, out, nested_ids="input" if nested_ids == "input" else "output")
+    for note in done.notes:
+        say(f"import: {note}")
+    say(f"import: {done.kind} at {done.path}; to train on from it, set eagle.NAME.start to that folder")
+    return done.path
+
+
 def draft_folder(run: Path, draft: str) -> Path:
     """The folder of a run's trained draft. Raises UserError naming those that there are."""
     folders = {

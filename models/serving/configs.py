@@ -12,6 +12,7 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.models.eagle import EagleConfig
+from draftsmith.models.medusa import MedusaConfig
 from draftsmith.models.serving.layouts import IDS, LAYOUTS
 from draftsmith.models.target import Target
 
@@ -144,3 +145,61 @@ def taps_of(config: Mapping[str, Any], blocks: int, nested_is_output: bool = Tru
             " name the ids that the head was trained with"
         )
     return tuple(sorted(taps))
+
+
+def medusa_config(heads: int, target: Target) -> MedusaConfig:
+    """Medusa heads that somebody else trained for this target. Raises UserError for none."""
+    return MedusaConfig("medusa", heads, target.width, target.vocabulary, target.vocabulary, target.fingerprint())
+
+
+def eagle_config(
+    config: Mapping[str, Any],
+    inner: Mapping[str, Any],
+    kind: str,
+    target: Target,
+    draft_vocabulary: int,
+    fc_bias: bool,
+    nested_is_output: bool,
+) -> EagleConfig:
+    """Our configuration of somebody else's head. inner: the part that describes its transformer. Raises UserError for what our head
+    cannot compute, KeyError for a size that is missing."""
+    heads, width = inner["num_attention_heads"], inner["hidden_size"]
+    if inner.get("hidden_act", "silu") != "silu":
+        raise UserError(f"config.json: hidden_act {inner['hidden_act']!r}; our heads compute silu alone")
+    if width != target.width or (config.get("target_hidden_size") or width) != target.width:
+        raise UserError(f"config.json: hidden_size {width} for a target of width {target.width}; both must be the same")
+    flags = _flags_of(config) if kind == "eagle3" else {}
+    return EagleConfig(
+        kind=kind,
+        width=width,
+        target_width=target.width,
+        target_vocabulary=target.vocabulary,
+        draft_vocabulary=draft_vocabulary,
+        taps=taps_of(config, target.blocks, nested_is_output) if kind == "eagle3" else (),
+        layers=inner.get("num_hidden_layers", 1),
+        heads=heads,
+        kv_heads=inner.get("num_key_value_heads") or heads,
+        head_dim=inner.get("head_dim") or width // heads,
+        intermediate=inner["intermediate_size"],
+        norm_eps=inner.get("rms_norm_eps", 1e-6),
+        rope_parameters=rope_parameters(inner),
+        context=inner.get("max_position_embeddings") or target.context,
+        target_fingerprint=target.fingerprint(),
+        fc_bias=fc_bias,
+        **flags,
+    )
+
+
+def _flags_of(config: Mapping[str, Any]) -> dict[str, bool]:
+    nested = config.get("eagle_config") or {}
+    if "speculators_model_type" in config and "norm_before_residual" not in config:
+        raise UserError(
+            "config.json: norm_before_residual is missing; the speculators library takes it for false, vLLM for true: add what the"
+            " head was trained with"
+        )
+    return {
+        "norm_residual": bool(config.get("norm_before_residual", False)),
+        "norm_joined": bool(nested.get("norm_before_fc", config.get("norm_before_fc", False))),
+        "norm_taps": bool(config.get("fc_norm") or config.get("use_aux_norm", False)),
+        "norm_state": bool(config.get("norm_output") or nested.get("return_hidden_post_norm", False)),
+    }

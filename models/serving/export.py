@@ -24,7 +24,7 @@ from draftsmith.models.serving.check import WEIGHTS, check_folder, read_config
 from draftsmith.models.serving.configs import engine_config, rope_keys
 from draftsmith.models.serving.layouts import FORMATS
 from draftsmith.models.serving.names import engine_name
-from draftsmith.models.serving.readme import About, drafted, read_results, text, trtllm_yaml
+from draftsmith.models.serving.readme import MARK, About, drafted, read_results, text, trtllm_yaml
 from draftsmith.models.serving.refusals import refuse
 from draftsmith.models.target import Target, load_model
 
@@ -45,40 +45,46 @@ def export_draft(
     results: `eval/<draft>.json` of its evaluation, for the README and for the number of drafted tokens. Returns `out`. Raises
     UserError for a draft that cannot be read or that the engine cannot serve, and for an `out` that holds something else.
     """
-    source, out = Path(draft_folder), Path(out)
+    source, place = Path(draft_folder), Path(out)
     if fmt not in FORMATS:
         raise UserError(f"--to {fmt}: no such format; there are {', '.join(FORMATS)}")
-    if out.resolve() == source.resolve() or (out.exists() and any(out.iterdir()) and not (out / "README.md").exists()):
-        raise UserError(f"{out}: holds something that is no export; give an empty or a new folder")
-    target = target if isinstance(target, Target) else Target.load(target)
+    if place.exists() and any(place.iterdir()) and not _is_export(place):
+        raise UserError(f"{place}: holds something that is no export; give an empty or a new folder")
+    model = target if isinstance(target, Target) else Target.load(target)
     measured = None if results is None else read_results(Path(results))
-    kind = head_kind(source)
-    draft: EagleHead | MedusaHeads | DraftLM
-    if kind == "medusa":
-        draft = MedusaHeads.load(source, target)
-    elif kind is not None:
-        draft = EagleHead.load(source, target) if kind in KINDS else _unknown(source, kind)
-    else:
-        draft = DraftLM.load(source, target)
-    refuse(draft, target, fmt, str(source))
+    draft = _load(source, model)
+    refuse(draft, model, fmt, str(source))
     written: set[str] = set()
 
     def write(folder: Path) -> None:
         if isinstance(draft, DraftLM):
-            notes = _write_lm(source, draft, target, folder, drafted(measured))
+            notes = _write_lm(source, model, folder, drafted(measured))
         else:
-            notes = _write_head(source, draft, target, fmt, folder, drafted(measured))
-        _describe(source, draft, target, fmt, folder, out, measured, notes)
+            notes = _write_head(source, draft, model, fmt, folder, drafted(measured))
+        _describe(source, draft, model, fmt, folder, place, measured, notes)
         written.update(path.name for path in folder.iterdir())
 
-    publish_files(out, write)
-    for path in out.iterdir():  # a file of an earlier export must not stay beside the new ones
+    publish_files(place, write)
+    for path in place.iterdir():  # a file of an earlier export must not stay beside the new ones
         if path.is_file() and path.name not in written:
             path.unlink()
-    return out
+    return place
 
 
-def _unknown(source: Path, kind: str) -> EagleHead:
+def _is_export(place: Path) -> bool:
+    readme = place / "README.md"
+    return readme.is_file() and MARK in readme.read_text(encoding="utf-8", errors="replace")
+
+
+def _load(source: Path, target: Target) -> EagleHead | MedusaHeads | DraftLM:
+    """The draft in a folder, whatever it is. Raises UserError where it cannot be read."""
+    kind = head_kind(source)
+    if kind is None:
+        return DraftLM.load(source, target)
+    if kind == "medusa":
+        return MedusaHeads.load(source, target)
+    if kind in KINDS:
+        return EagleHead.load(source, target)
     raise UserError(
         f"{source}/config.json: kind {kind!r} is no head of this version; there are medusa, {', '.join(KINDS)}"
     )
@@ -104,6 +110,10 @@ def _write_head(
     if fmt == "sglang" and config.kind == "eagle1" and "fc.bias" not in tensors:
         tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
         notes.append("fc.bias is zero: SGLang has such a parameter, and leaves it random where the file has none")
+    if config.kind == "eagle3" and not target.plain_embedding:
+        notes.append(
+            "the target scales its embeddings, the engine joins them as stored: equal after the norm but for its epsilon"
+        )
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     publish_json(folder / "config.json", engine_config(config, fmt, target, _dtype(source, tensors), K))
     if wrong := check_folder(folder, fmt, config.kind, target.blocks):
@@ -118,7 +128,7 @@ def _dtype(source: Path, tensors: Mapping[str, Tensor]) -> str:
     return found.pop()
 
 
-def _write_lm(source: Path, draft: DraftLM, target: Target, folder: Path, K: int) -> tuple[str, ...]:
+def _write_lm(source: Path, target: Target, folder: Path, K: int) -> tuple[str, ...]:
     """An ordinary `transformers` folder with as many tokens as the target, its RoPE settings in old and new keys. Returns notes."""
     config, notes = read_config(source), []
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
@@ -157,7 +167,7 @@ def _describe(
     tensors = [value for path in sorted(folder.glob("*.safetensors")) for value in load_file(path).values()]
     K = drafted(results)
     if isinstance(draft, MedusaHeads):
-        K = min(K, draft.config.heads)
+        K = draft.config.heads  # vLLM drafts one token per head, whatever number it is told
     about = About(
         name=source.name,
         kind="draft-lm" if isinstance(draft, DraftLM) else draft.config.kind,

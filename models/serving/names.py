@@ -1,6 +1,7 @@
 """Names of a head's tensors: ours to an engine's and back. Knows no shapes and no values."""
 
 import re
+from collections.abc import Iterable
 
 from draftsmith.models.serving.layouts import LAYOUTS
 
@@ -34,4 +35,16 @@ def our_name(name: str) -> str:
     """Our name of a tensor in somebody else's folder; unknown names stay as they are."""
     for pattern, ours in ALIASES:
         name = re.sub(pattern, ours, name)
+    return name
+
+
+def their_name(name: str, others: Iterable[str]) -> str:
+    """How a folder would spell a tensor of ours that it lacks, going by the names that it has."""
+    others = list(others)
+    if any(other.startswith("midlayer.") for other in others):
+        name = re.sub(r"^layers\.0\.", "midlayer.", name)
+    if any(re.match(r"blocks\.\d+\.layers\.", other) for other in others):
+        name = re.sub(r"^blocks\.(\d+)\.", r"blocks.\1.layers.0.", name)
+    if any(re.match(r"layers\.[1-9]\d*\.hidden_norm\.", other) for other in others):
+        name = re.sub(r"^(layers\.[1-9]\d*)\.input_layernorm\.", r"\1.hidden_norm.", name)
     return name

@@ -17,6 +17,7 @@ from draftsmith.models.serving.layouts import ENGINES
 VLLM = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa", "draft-lm": "draft_model"}
 SGLANG = {"eagle1": "EAGLE", "eagle3": "EAGLE3", "draft-lm": "STANDALONE"}
 DEFAULT_K = 5
+MARK = "exported by Draftsmith."  # tells a folder that may be written over
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def text(about: About) -> str:
     lines = [
         f"# {about.name} ({about.kind}) for {ENGINES[about.fmt]}",
         "",
-        f"A draft for speculative decoding with the target `{about.target}`, exported by Draftsmith.",
+        f"A draft for speculative decoding with the target `{about.target}`, {MARK}",
         "",
         "## Start",
         "",
