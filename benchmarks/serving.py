@@ -7,6 +7,7 @@ anything disagrees. `--quick` is a smoke test of two drafts and few prompts that
 """
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -33,7 +34,7 @@ from draftsmith.eval.drafters import Drafter, NoDraft, PromptLookup
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
 from draftsmith.eval.tree import chain_shape
-from draftsmith.files import publish_json
+from draftsmith.files import digest, publish_json
 from draftsmith.models.heads import head_kind
 from draftsmith.models.serving.export import export_draft
 from draftsmith.models.target import Target
@@ -81,7 +82,12 @@ class Case:
 def extra_heads(run: Path, target: Target, folder: Path, tokens: int, K: int) -> dict[str, Path]:
     """EAGLE-1 and Medusa heads for the run's target, trained on `tokens` cached tokens unless they are there already."""
     held_out = Rows.open(run / "rows", "held_out")
-    heads = {"eagle1": {"rollouts": 3}, "medusa": {"rollouts": K}}
+    # What the study of the heads found best for few tokens (docs/eagle.md): EAGLE-1 needs its regression to learn at all.
+    eagle1 = {"rollouts": 1, "feature_loss": 10.0, "kv_heads": target.config.num_attention_heads, "batch_tokens": 256}
+    heads: dict[str, dict[str, Any]] = {
+        "eagle1": eagle1,
+        "medusa": {"rollouts": K, "decay": 0.8, "batch_tokens": 512},
+    }
     found = {}
     for kind, options in heads.items():
         found[kind] = folder / "heads" / f"{target.fingerprint()[:8]}-{tokens}-{K}" / kind
@@ -91,7 +97,7 @@ def extra_heads(run: Path, target: Target, folder: Path, tokens: int, K: int) ->
         shutil.rmtree(cache, ignore_errors=True)
         build_cache(target, Rows.open(run / "rows", "train"), cache, CacheSettings(last=True), train_tokens=tokens)
         settings = EagleTrainSettings.model_validate(
-            {"kind": kind, "tokens": tokens, "batch_tokens": 512, "other_lr": 0.0006, "validations": 1, **options}
+            {"kind": kind, "tokens": tokens, "matrix_lr": 0.04, "other_lr": 0.0006, "validations": 1, **options}
         )
         print(f"training {kind} on {tokens} tokens", flush=True)
         train_eagle(target, CacheReader(cache, target.fingerprint()), held_out, settings, found[kind], seed=0)
@@ -109,7 +115,8 @@ def cases(run: Path, target: Target, folder: Path, heads: dict[str, Path], lengt
         kind = head_kind(path)
         for layout in ("vllm", "speculators") if kind == "eagle3" else ("vllm",):
             export = export_draft(path, target, layout, exports / layout / name)
-            for K in lengths if layout == "vllm" else lengths[-1:]:
+            # Of Medusa vLLM drafts as many tokens as there are heads, whatever it is told.
+            for K in lengths if layout == "vllm" and kind != "medusa" else lengths[-1:]:
                 speculation = {"method": METHODS[kind], "model": str(export.resolve()), "num_speculative_tokens": K}
                 found.append(Case(name, layout, K, as_drafter(path, target), speculation))
     for case in [case for case in found if case.layout == "vllm" and lengths[-1] == case.K]:
@@ -186,33 +193,58 @@ class OurDecoder:
 
 
 def serve(
-    python: Path, target: Path, prompts: list[list[int]], todo: list[Case], settings: EvalSettings, folder: Path
+    python: Path, target: Target, prompts: list[list[int]], todo: list[Case], settings: EvalSettings, folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """What the engine did with each case, by its name. A case in which its process ends is `refused`; the next gets a new one."""
-    out = folder / "engine.jsonl"
-    out.unlink(missing_ok=True)
+    """What the engine did with each case, by its name.
+
+    A case in which the engine's process ends is `refused`, and the next gets a new process. What is done is kept in engine.jsonl
+    and not run again as long as prompts, target and export are the same.
+    """
+    out, log = folder / "engine.jsonl", folder / "engine.log"
+    job: dict[str, Any] = {
+        "target": str(Path(target.path).resolve()),
+        "context": max(map(len, prompts)) + settings.max_new_tokens + 2 * settings.K + 1,
+        "max_new_tokens": settings.max_new_tokens,
+        "prompts": prompts,
+    }
+    names = {_key(case, target, job): case.name for case in todo}
+    speculations = {case.name: case.speculation for case in todo}
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": ""}
-    found: dict[str, dict[str, Any]] = {}
-    while missing := [case for case in todo if case.name not in found]:
-        job = {
-            "target": str(target.resolve()),
-            "context": max(map(len, prompts)) + settings.max_new_tokens + 2 * settings.K + 1,
-            "max_new_tokens": settings.max_new_tokens,
-            "prompts": prompts,
-            "cases": [{"name": case.name, "speculation": case.speculation} for case in missing],
-        }
-        publish_json(folder / "job.json", job)
-        with (folder / "engine.log").open("w", encoding="utf-8") as log:
-            ended = subprocess.run(
-                [str(python), str(ENGINE), str(folder / "job.json"), str(out)], env=environment, stderr=log
-            )
+    done: dict[str, dict[str, Any]] = {}
+    while True:
         lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
-        found |= {entry["name"]: entry for entry in map(json.loads, lines)}
-        if ended.returncode and (left := [case for case in todo if case.name not in found]):
-            words = (folder / "engine.log").read_text(encoding="utf-8").strip().splitlines() or ["no word"]
-            found[left[0].name] = {"refused": words[-1]}
-            print(f"{left[0].name}: refused, {words[-1]}", flush=True)
-    return found
+        done |= {entry["key"]: entry for entry in map(json.loads, lines) if entry["key"] in names}
+        missing = [key for key in names if key not in done]
+        if not missing:
+            return {names[key]: entry for key, entry in done.items()}
+        job["cases"] = [{"key": key, "name": names[key], "speculation": speculations[names[key]]} for key in missing]
+        publish_json(folder / "job.json", job)
+        with log.open("w", encoding="utf-8") as errors:
+            ended = subprocess.run(
+                [str(python), str(ENGINE), str(folder / "job.json"), str(out)], env=environment, stderr=errors
+            )
+        written = out.read_text(encoding="utf-8") if out.exists() else ""
+        if ended.returncode and (unanswered := [key for key in missing if key not in written]):
+            failed = unanswered[0]
+            words = log.read_text(encoding="utf-8").strip().splitlines() or [f"exit status {ended.returncode}"]
+            done[failed] = {"refused": words[-1]}
+            print(f"{names[failed]}: refused, {words[-1]}", flush=True)
+
+
+def _key(case: Case, target: Target, job: dict[str, Any]) -> str:
+    """Names all that the engine's answer depends on: the content of the export, not its place."""
+    about = {key: value for key, value in case.speculation.items() if key != "model"}
+    export = case.speculation.get("model")
+    files = (
+        sorted(path for path in Path(export).iterdir() if path.suffix in (".json", ".safetensors")) if export else []
+    )
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+    limits = [job["prompts"], job["max_new_tokens"]]
+    return digest(
+        {"case": case.name, "engine": VERSION, "target": target.fingerprint(), "limits": limits}
+        | about
+        | {"files": hashes}
+    )
 
 
 def measure(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
@@ -240,7 +272,7 @@ def measure(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[s
     todo = cases(run, target, folder, heads, lengths)
     seconds["heads"] = time.monotonic() - started - seconds["installation"]
     served = time.monotonic()
-    theirs = serve(python, run / "target", prompts, todo, settings, folder)
+    theirs = serve(python, target, prompts, todo, settings, folder)
     seconds["engine"] = time.monotonic() - served
     decoder, sides, entries = OurDecoder(target, prompts, settings.max_new_tokens), {}, []
     for case in todo:

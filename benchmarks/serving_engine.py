@@ -1,8 +1,8 @@
 """Decode prompts in vLLM with one draft after the other. Runs in the environment of `serving_env`, which has no Draftsmith.
 
-`python serving_engine.py JOB OUT`: JOB holds the target's folder, prompts, the cap on new tokens and the cases (a name and vLLM's
-`speculative_config`); OUT gets one JSON line per case: its tokens, and for each prompt what every verify drafted and accepted, or
-the error with which the engine refused the draft. Knows vLLM; knows nothing of heads and of what is expected.
+`python serving_engine.py JOB OUT`: JOB holds the target's folder, prompts, the cap on new tokens and the cases (a key, a name and
+vLLM's `speculative_config`); OUT gets one JSON line per case: its tokens, and for each prompt what every verify drafted and
+accepted. A draft that the engine refuses ends the process with the engine's own error. Knows vLLM, and not what is expected.
 """
 
 import gc
@@ -70,15 +70,11 @@ def main() -> None:
         os.environ.setdefault(name, value)
     with Path(sys.argv[2]).open("a", encoding="utf-8") as out:
         for case in job["cases"]:
-            try:
-                found = decode(job, case["speculation"])
-            # Whatever an engine raises for a draft that it does not take is this case's result, and never counts as agreement.
-            except (Exception, SystemExit) as error:
-                found = {"refused": f"{type(error).__name__}: {error}"[-600:]}
+            found = decode(job, case["speculation"])
             gc.collect()
-            out.write(json.dumps({"name": case["name"], **found}) + "\n")
+            out.write(json.dumps({"key": case["key"], "name": case["name"], **found}) + "\n")
             out.flush()
-            print(case["name"], found.get("refused") or found["counters"], found.get("seconds", ""), flush=True)
+            print(case["name"], found["counters"], found["seconds"], flush=True)
 
 
 if __name__ == "__main__":
