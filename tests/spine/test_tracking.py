@@ -18,6 +18,8 @@ from draftsmith.tracking import Tracking, has_account
 class Recorder:
     """A tracker that remembers, and raises from the n-th value on."""
 
+    name = "recorder"
+
     def __init__(self, fails_at: int = 10**9) -> None:
         self.seen: list[tuple[dict[str, Any], int]] = []
         self.fails_at, self.finished = fails_at, False
@@ -175,6 +177,19 @@ def test_an_evaluation_is_read_back_from_an_offline_wandb_file(tmp_path: Path, m
     assert (media / logged["eval/report"]["path"]).read_text() == page.read_text()
     artifacts = [record.artifact for record in wandb_records(file) if record.HasField("artifact")]
     assert any(artifact.type == "report" for artifact in artifacts)
+
+
+def test_trackio_is_given_the_numbers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    recorder.name = "trackio"
+    entries, results, page = an_evaluation(tmp_path)
+    made = tracking(tmp_path, monkeypatch, trackio=recorder)
+    made.results("eagle3", entries)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.report(results, page)
+    [(values, _)] = recorder.seen
+    assert values["eval/eagle3/code/T0/speedup"] == 1.3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard")
