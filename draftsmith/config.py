@@ -22,6 +22,7 @@ from draftsmith.data.corpus import DataSettings
 from draftsmith.data.regenerate import RegenerateSettings
 from draftsmith.errors import UserError
 from draftsmith.eval.settings import EvalSettings
+from draftsmith.eval.tune_settings import TuneSettings
 from draftsmith.settings import SEEDS, Settings
 from draftsmith.train.settings import DistillSettings, EagleTrainSettings, ScratchSettings
 
@@ -68,7 +69,7 @@ class Config(Settings):
     name: of the run folder, unless given the config file's; seed: of a target from scratch and of every draft's training;
     run_root: the folder that holds run folders. target: the model p; data: what is prepared; regenerate: how the target answers
     the data's questions; cache: what of the target is kept; distill: the draft LM; eagle: heads by their names, EAGLE or Medusa;
-    evaluation: what is decoded; tracking: where training curves go.
+    evaluation: what is decoded; tune: which settings are tried for serving; tracking: where training curves go.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -81,6 +82,7 @@ class Config(Settings):
     distill: DistillSettings = DistillSettings()
     eagle: dict[str, EagleTrainSettings] = Field(default_factory=dict)
     evaluation: EvalSettings = EvalSettings()
+    tune: TuneSettings = TuneSettings()
     tracking: TrackingSettings = TrackingSettings()
 
     @model_validator(mode="after")

@@ -1,6 +1,7 @@
 """The stages of a run as units of work: what each depends on, what it leaves behind, and the one call that does it.
 
     target → prepare → cache → distill, train-eagle → eval-acceptance → report
+                                                    → tune
 
 Knows the order and the folders; each stage's own module knows how. One thin function per call keeps the seams here.
 """
@@ -18,8 +19,8 @@ from rich.table import Table
 from draftsmith.config import Config
 from draftsmith.environment import describe_environment
 from draftsmith.errors import UserError, first_line
-from draftsmith.eval.results import SCHEMA
-from draftsmith.files import publish_json
+from draftsmith.eval.results import YARDSTICKS
+from draftsmith.files import publish_json, publish_text
 from draftsmith.progress import ticker
 from draftsmith.run import Unit, stamp
 from draftsmith.tracking import Tracking
@@ -27,12 +28,13 @@ from draftsmith.tracking import Tracking
 if TYPE_CHECKING:
     from draftsmith.data.cache.online import AnyCache
     from draftsmith.data.documents import Documents
-    from draftsmith.data.rows import Rows
+    from draftsmith.data.rows import Row, Rows
     from draftsmith.eval.acceptance import PlainRuns
     from draftsmith.eval.drafters import Drafter
+    from draftsmith.eval.prompts import Prompt
     from draftsmith.models.target import Target
 
-STAGES = ("target", "prepare", "cache", "distill", "train-eagle", "eval-acceptance", "report")
+STAGES = ("target", "prepare", "cache", "distill", "train-eagle", "eval-acceptance", "tune", "report")
 TRAINED = "distilled"  # the draft LM's name; its starting point is "untrained"
 TRAINING_INPUTS = ("target", "prepare", "cache")  # the held-out rows choose the weights that are kept
 # Settings that change how fast a stage is and not what it makes: to change one is no reason to run again.
@@ -73,13 +75,15 @@ def stage_units(config: Config, work: "Work") -> list[Unit]:
             Unit(
                 "train-eagle",
                 name,
-                {"eagle": _lasting(settings), "seed": seed},
+                {"eagle": _lasting(settings), "seed": seed} | _started(config.eagle[name].start),
                 TRAINING_INPUTS,
                 (f"eagle/{name}",),
                 train,
                 ranks=True,
             )
         )
+    if config.evaluation.questions is not None:
+        resolved["evaluation"]["content"] = stamp(Path(config.evaluation.questions).expanduser(), content=True)
     measured = {key: value for key, value in resolved["evaluation"].items() if key != "drafts"}
     for draft in dict.fromkeys(config.evaluation.drafts):
         inputs = ("target", "prepare", *_trained_by(draft, config))
@@ -94,11 +98,26 @@ def stage_units(config: Config, work: "Work") -> list[Unit]:
                 evaluate,
             )
         )
+    units.append(_tune_unit(config, work, resolved))
     results = tuple(unit.key for unit in units if unit.stage == "eval-acceptance")
     units.append(
         Unit("report", "", {"drafts": list(config.evaluation.drafts)}, results, ("report.html", "plots"), work.report)
     )
     return units
+
+
+def _tune_unit(config: Config, work: "Work", resolved: dict[str, Any]) -> Unit:
+    """Chooses among the drafts of the evaluation that could serve, on its prompts."""
+    drafts = served(config)
+    inputs = dict.fromkeys(key for draft in drafts for key in _trained_by(draft, config))
+    settings = {key: resolved[key] for key in ("tune", "evaluation")} | {"dtype": config.target.dtype}
+    outputs = ("tune.json", "skill-speculative-tuning.md")
+    return Unit("tune", "", settings, ("target", "prepare", *inputs), outputs, work.tune)
+
+
+def served(config: Config) -> list[str]:
+    """The drafts of the evaluation without its yardsticks."""
+    return [draft for draft in dict.fromkeys(config.evaluation.drafts) if draft not in YARDSTICKS]
 
 
 def _lasting(training: dict[str, Any]) -> dict[str, Any]:
@@ -130,6 +149,11 @@ def _drafts_read(config: Config) -> list[str]:
     """Marks of the drafts that distillation starts from or compares with."""
     selective = config.distill.selective
     return _stamps(config.distill.checkpoint, None if selective is None else selective.reference)
+
+
+def _started(folder: str | None) -> dict[str, Any]:
+    """The mark of the head that a training starts from; nothing where there is none."""
+    return {} if folder is None else {"content": _stamps(folder)}
 
 
 def _stamps(*paths: str | None) -> list[str]:
@@ -223,10 +247,26 @@ class Work:
         return reader
 
     @functools.cached_property
-    def prompts(self) -> dict[str, list[list[int]]]:
-        from draftsmith.eval.acceptance import held_out_prompts
+    def prompts(self) -> dict[str, list["Prompt"]]:
+        """What is decoded: the user's questions, or held-out rows. Says what is odd about them."""
+        from draftsmith.data.contamination import begun
+        from draftsmith.eval.acceptance import held_out_prompts, questions
+        from draftsmith.eval.prompts import Writer
 
-        return held_out_prompts(self.rows("held_out"), self.config.evaluation, self.target.context)
+        settings = self.config.evaluation
+        found: dict[str, list[Prompt]] = {}
+        if settings.questions is None:
+            held_out = held_out_prompts(self.rows("held_out"), settings, self.target.context)
+            found.update({domain: list(asked) for domain, asked in held_out.items()})
+        else:
+            found, remarks = questions(self.target, settings)
+            for remark in remarks:
+                self.say(f"eval-acceptance: {remark}")
+        writer = Writer(self.target, settings.template)
+        ids = [writer.first(prompt) for asked in found.values() for prompt in asked]
+        if repeated := begun(self.rows("train"), ids):
+            self.say(f"eval-acceptance: warning: {repeated} of {len(ids)} prompts also begin training rows")
+        return found
 
     @functools.cached_property
     def plain(self) -> "PlainRuns":
@@ -372,21 +412,55 @@ class Work:
     def evaluate(self, draft: str) -> None:
         """One draft's acceptance, speed and exactness, as `eval/<draft>.json`."""
         from draftsmith.eval.acceptance import evaluate
+        from draftsmith.eval.depth_one import depth_one, on_texts
+        from draftsmith.evaluate import document, trained_match
 
         settings = self.config.evaluation
         total = len(settings.rounds()) * sum(map(len, self.prompts.values()))
         drafter, about = self._drafter(draft)
+        texts = self._texts()
         with ticker(f"eval-acceptance {draft}", total, "prompts") as progress:
-            results = evaluate(self.target, drafter, self.prompts, settings, self.plain, progress.advance)
-        document = {
-            "schema": SCHEMA,
-            "draft": about,
-            "target": {"path": self.config.target.path or "target", "fingerprint": self.target.fingerprint()},
-            "settings": settings.model_dump(mode="json", exclude={"drafts"}),
-            "results": results,
-        }
-        publish_json(self.run / "eval" / f"{draft}.json", document)
+            results = evaluate(self.target, drafter, self.prompts, settings, self.plain, progress.advance, texts)
+        path = self.config.target.path or "target"
+        found = document(self.target, about, path, settings, self.prompts, results)
+        trained = held_out = None
+        if draft == TRAINED or draft in self.config.eagle:
+            trained = trained_match(self.run / "draft" if draft == TRAINED else self.run / "eagle" / draft)
+            rows = self.config.eagle.get(draft, self.config.distill).held_out_rows
+            held_out = on_texts(self.target, drafter, self._first_held_out(rows))
+        publish_json(self.run / "eval" / f"{draft}.json", found | {"depth_one": depth_one(results, trained, held_out)})
         self.tracking.results(draft, results)
+
+    def _texts(self) -> list["Row"]:
+        """The first held-out rows of every domain that is evaluated, as many as the evaluation wants."""
+        rows, chosen = self.rows("held_out"), []
+        wanted = dict.fromkeys(self.prompts, self.config.evaluation.held_out_rows)
+        for index in range(len(rows)):
+            if wanted.get(domain := rows.domain(index)):
+                wanted[domain] -= 1
+                chosen.append(rows[index])
+        return chosen
+
+    def _first_held_out(self, count: int) -> list["Row"]:
+        rows = self.rows("held_out")
+        return [rows[index] for index in range(min(count, len(rows)))]
+
+    def tune(self) -> None:
+        """The best draft and setting for this target and workload: tune.json and skill-speculative-tuning.md."""
+        from draftsmith.eval.prompts import Writer
+        from draftsmith.eval.skill import skill_page
+        from draftsmith.eval.tune import Tuner
+
+        found = {name: self._drafter(name) for name in served(self.config)}
+        drafters = {name: drafter for name, (drafter, _) in found.items()}
+        about = {name: about | {"taps": list(drafters[name].taps)} for name, (_, about) in found.items()}
+        writer = Writer(self.target, self.config.evaluation.template)
+        prompts = {domain: [writer.first(prompt) for prompt in asked] for domain, asked in self.prompts.items()}
+        tuner = Tuner(self.target, drafters, prompts, self.config.tune, self.config.evaluation, self.say)
+        document = tuner.run() | {"drafts": about}
+        document["target"]["path"] = self.config.target.path or "target"
+        publish_json(self.run / "tune.json", document)
+        publish_text(self.run / "skill-speculative-tuning.md", skill_page(document))
 
     def _drafter(self, draft: str) -> tuple["Drafter", dict[str, Any]]:
         """The drafter of that name, and what the result says of it. Paths are relative to the run folder."""

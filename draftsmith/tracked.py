@@ -50,12 +50,17 @@ TRAINING = (
     ),
     Key("<stage>/best_run_length", "of drafts, at validations: the best so far, whose weights are kept"),
     Key("<stage>/best_step", "of drafts, at validations: its step"),
+    Key("<stage>/best_match", "of drafts, at validations: its share of greedy matches at the first position, held out"),
 )
 MEASURED = {
     "alpha": "mean of Σ min(p, q) over the drafted positions reached; at T = 0 the match rate",
     "acceptance_rate": "accepted / drafted",
     "tokens_per_verify": "tokens emitted per forward pass of the target, the bonus token included",
+    "alpha_teacher_forced": "mean of Σ min(p, q) on held-out text, without decoding; at T = 0 the match rate",
     "speedup": "measured tokens per second over those of plain decoding",
+    "speedup_predicted": "what tokens per verify and the two costs below come to",
+    "draft_cost": "time of a draft step in plain target steps",
+    "verify_cost": "time of a verify of K + 1 tokens in plain target steps",
 }
 EVALUATION = (
     *(Key(f"eval/<draft>/<domain>/<at>/{name}", meaning) for name, meaning in MEASURED.items()),

@@ -65,7 +65,7 @@ class Tracking:
 
     def report(self, results: "Sequence[Result]", page: Path) -> None:
         """The run's results as tables, n_alpha as pictures, and the page: whole where a tracker can hold them."""
-        from draftsmith.eval.plots import heat_maps
+        from draftsmith.eval.heat_maps import heat_maps
 
         rows, depths = result_rows(results), depth_rows(results)
         step, self._step = self._step, self._step + 1

@@ -171,4 +171,5 @@ def _rerank(
         torch.cat([roots[:, None], drafter.vocabulary.to_target(tokens.gather(1, chosen))], dim=1),
         torch.cat([root, new_parents], dim=1),
         torch.full((batch,), shape.budget + 1),
+        scores=torch.cat([scores.new_zeros(batch, 1), scores.gather(1, chosen)], dim=1),
     )

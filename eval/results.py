@@ -86,6 +86,9 @@ class Result:
     verify_cost: Measure | None = None
     sample: Sample | None = None
     calibration: tuple[Bin, ...] = ()
+    speedup_predicted: Measure | None = None
+    alpha_by_depth: tuple[Measure, ...] = ()
+    alpha_teacher_forced: Measure | None = None
 
     @property
     def setting(self) -> Setting:
@@ -134,6 +137,9 @@ def _result(draft: str, parameters: int | None, entry: dict[str, Any]) -> Result
         drafting=str(entry.get("drafting", "sampled" if entry["temperature"] else "greedy")),
         survival=_measures(entry.get("survival")),
         verify_cost=measure(entry.get("verify_cost")),
+        speedup_predicted=measure(entry.get("speedup_predicted")),
+        alpha_by_depth=_measures(entry.get("alpha_by_depth")),
+        alpha_teacher_forced=measure(entry.get("alpha_teacher_forced")),
         sample=_sample(entry.get("sample")),
         calibration=tuple(
             Bin(_finite(item["confidence"]), found)

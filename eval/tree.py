@@ -153,13 +153,15 @@ class Proposal:
 
     tokens [B, n]; parents [B or 1, n] (node 0: −1; a parent always stands before its children); sizes [B] says how many
     nodes of a row are real, the rest is padding at its end. q [B, n, V]: row i is the distribution from which the children of
-    node i were drawn, or None if the proposal is deterministic (then each child is a point mass).
+    node i were drawn, or None if the proposal is deterministic (then each child is a point mass). scores [B, n]: of a dynamic
+    tree, Σ log q along each node's path.
     """
 
     tokens: Tensor
     parents: Tensor
     sizes: Tensor
     q: Tensor | None = None
+    scores: Tensor | None = None
 
     @functools.cached_property
     def visible(self) -> Tensor:

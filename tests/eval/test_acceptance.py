@@ -9,6 +9,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval import rules
 from draftsmith.eval.acceptance import PlainRuns, evaluate, held_out_prompts
 from draftsmith.eval.drafters import LMDrafter
+from draftsmith.eval.prompts import Question
 from draftsmith.eval.settings import EvalSettings
 from draftsmith.models.draft import DraftLM
 
@@ -55,7 +56,10 @@ def test_every_result_has_the_documented_keys_and_states_identical():
         assert result["tokens"] <= 48
     greedy = results[0]
     assert greedy["identical"] == [4, 4]
-    assert greedy["speedup"]["value"] > 0
+    for name in ("speedup", "draft_cost", "verify_cost", "speedup_predicted"):
+        assert greedy[name]["value"] > 0
+        assert greedy[name]["count"] == 1
+    assert greedy["alpha_teacher_forced"] == {}, "no text was given"
     assert "identical" not in results[1]
 
 
@@ -85,6 +89,26 @@ def test_evaluating_twice_gives_the_same_numbers():
     settings = SETTINGS.model_copy(update={"timed_prompts": 0})
     first, second = (evaluate(target, draft, prompts(target), settings, PlainRuns()) for _ in range(2))
     assert first == second
+
+
+def test_prompts_in_other_batches_and_another_order_give_the_same_acceptance():
+    """FAULTS 63, at T = 0 and T = 1; the intervals' bootstrap goes by the order, what was measured does not."""
+    target = tiny_target()
+    draft = LMDrafter(DraftLM.from_target_blocks(target, [0, 3]))
+    asked = {domain: [*texts, Question((), ("the fox", "a dog"))] for domain, texts in prompts(target).items()}
+    order = [3, 0, 4, 2, 1]
+
+    def measured(batch, asked):
+        settings = SETTINGS.model_copy(update={"timed_prompts": 0, "batch": batch})
+        results = evaluate(target, draft, asked, settings, PlainRuns())
+        counts = [(r["verifies"], r["tokens"], [k.get("value") for k in r["n_alpha"]]) for r in results]
+        return counts, [r["alpha"]["value"] for r in results]
+
+    shuffled = {domain: [texts[i] for i in order] for domain, texts in asked.items()}
+    counts, alphas = measured(1, asked)
+    for found, values in (measured(4, asked), measured(4, shuffled)):
+        assert found == counts
+        assert values == pytest.approx(alphas, abs=1e-5)
 
 
 def test_the_oracle_is_accepted_wholly():

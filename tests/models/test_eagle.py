@@ -237,6 +237,7 @@ def test_each_missing_tensor_is_named(tmp_path):
 
 
 def test_features_of_another_width_or_number_are_refused():
+    """FAULTS 46."""
     head = tiny_head(tiny_target())
     for shape in ((1, 4, 2, 32), (1, 4, 3, 16), (1, 4, 1, 96)):
         with pytest.raises(UserError, match="taps of width"):

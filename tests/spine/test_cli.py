@@ -46,6 +46,8 @@ def test_help_needs_neither_torch_nor_the_schema_and_takes_less_than_three_secon
         "distill",
         "train-eagle",
         "eval-acceptance",
+        "tune",
+        "theory",
         "report",
         "plan",
         "regenerate",
@@ -53,7 +55,7 @@ def test_help_needs_neither_torch_nor_the_schema_and_takes_less_than_three_secon
         assert command in done.stdout
 
 
-STAGES = ["target", "prepare", "cache", "distill", "train-eagle", "eval-acceptance"]
+STAGES = ["target", "prepare", "cache", "distill", "train-eagle", "eval-acceptance", "tune"]
 
 
 @pytest.mark.parametrize("command", [*STAGES, "plan", "regenerate"])

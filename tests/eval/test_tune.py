@@ -1,0 +1,252 @@
+"""The tuner: predictions by hand arithmetic, limits and gates from costs that are stated, and the account of a whole run."""
+
+import numpy as np
+import pytest
+from kit import tiny_target
+from replays import counts, near_copy, prompts, run
+
+from draftsmith.errors import UserError
+from draftsmith.eval.costs import PLAIN, GivenCosts, MeasuredCosts, Timing, describe, measure
+from draftsmith.eval.drafters import NoDraft, PromptLookup
+from draftsmith.eval.replay import Replayed, record
+from draftsmith.eval.sampling import Sampler
+from draftsmith.eval.settings import EvalSettings
+from draftsmith.eval.tree import Dynamic, chain_shape, level_shape
+from draftsmith.eval.tune import Tuner, gate_of, rank
+from draftsmith.eval.tune_predict import Candidate, Prediction, candidates, predict, runtime_rules, time_ratio
+from draftsmith.eval.tune_settings import StatedCosts, TuneSettings
+
+STATED = StatedCosts(target_step_ms=20, draft_step_ms=1, verify_ms={1: 20, 5: 22, 9: 26}, overhead_ms=0.5)
+SMALL = {
+    "K": 4,
+    "depth": 3,
+    "budgets": (4, 8, 15),
+    "widths": (3,),
+    "temperatures": (0.0, 1.0),
+    "prompts": 2,
+    "timed_prompts": 2,
+}
+EVALUATION = EvalSettings(max_new_tokens=12)
+
+
+def traced(drafter, temperature=0.0, depth=4, **more):
+    target = tiny_target()
+    plain = run(target, NoDraft(), chain_shape(1), Sampler(temperature), prompts())
+    return record(target, drafter, plain, Sampler(temperature), depth=depth, **more)
+
+
+def test_predicted_time_is_verifies_times_draft_verify_and_overhead_over_tokens_times_a_plain_step():
+    trace, costs = traced(near_copy()), GivenCosts(STATED)
+    for shape, cycle in (
+        (chain_shape(4), 4 * 1 + 22.5),
+        (chain_shape(1), 1 + 20.5 + 0.5),
+        (level_shape([2, 3]), 2 + 26.5),
+    ):
+        found = predict(Candidate("d", shape, False), trace, costs)
+        expected = trace.lengths.sum() * 20 / (found.replayed.verifies.sum() * cycle)
+        assert found.speedup()["value"] == pytest.approx(expected)
+        assert found.speedup([0])["value"] == pytest.approx(
+            trace.lengths[0] * 20 / (found.replayed.verifies[0] * cycle)
+        )
+
+
+def test_a_verify_of_prompt_lookup_costs_what_was_found_for_it():
+    """Added up over the verifies of a real decoding: a node count, and with it a cost, per verify."""
+    target, texts = tiny_target(), [[9, 8, 7] * 4, [5, 6] * 5, [11, 12, 13, 14, 15]]
+    plain = run(target, NoDraft(), chain_shape(1), Sampler(0.0), texts)
+    trace, costs = record(target, PromptLookup(), plain, Sampler(0.0), depth=4), GivenCosts(STATED)
+    decoded = run(target, PromptLookup(), chain_shape(4), Sampler(0.0), texts)
+    sizes = [v.drafted for r in decoded for v in r.trace]
+    assert len(set(sizes)) > 1
+    spent = sum(float(costs.verify(size + 1)[0]) for size in sizes)
+    found = predict(Candidate("prompt-lookup", chain_shape(4), False), trace, costs)
+    assert found.speculative.sum() == pytest.approx(spent)
+
+
+def test_stated_costs_are_interpolated_and_not_extended():
+    costs = GivenCosts(STATED)
+    assert costs.verify(3)[0] == pytest.approx(0.0215)
+    assert costs.plain()[0] == pytest.approx(0.02)
+    with pytest.raises(KeyError):
+        costs.verify(10)
+    ranked = rank({"d": traced(near_copy(), pools=[(3, 1.0)])}, costs, TuneSettings(**SMALL))
+    assert ranked
+    assert max(p.candidate.shape.nodes for p in ranked) == 8
+
+
+def test_measured_costs_come_from_the_timings_by_interpolation_and_by_level():
+    def timing(draft, verify, nodes):
+        return Timing([draft, 3 * draft], [verify, verify], [0.5, 0.5], [7.0, 9.0], [2.0, 2.0], nodes)
+
+    tree = Dynamic(4, 5, 15)
+    costs = MeasuredCosts(
+        {
+            (PLAIN, None): timing(0.0, 10.0, 1.0),
+            ("d", chain_shape(1)): timing(1.0, 12.0, 2.0),
+            ("d", chain_shape(3)): timing(3.0, 14.0, 4.0),
+            ("d", tree): timing(9.0, 20.0, 16.0),
+            ("prompt-lookup", chain_shape(3)): timing(0.0, 11.0, 1.7),  # offered less: says nothing of 4 tokens
+        }
+    )
+    assert costs.plain().tolist() == [10.5, 10.5]
+    assert costs.verify(4).tolist() == [14.5, 14.5]
+    assert costs.verify(10).tolist() == [17.5, 17.5]
+    assert costs.draft("d", chain_shape(2)).tolist() == [2.0, 6.0]
+    assert costs.draft("d", tree).tolist() == [9.0, 27.0]
+    assert costs.draft("d", Dynamic(4, 3, 8)).tolist() == [1 + 2 * 2, 3 + 2 * 6]
+    assert costs.start("d").tolist() == [9.0, 11.0]
+    assert costs.start(PLAIN).tolist() == [7.0, 9.0]
+    for unknown in (Dynamic(5, 3, 8), level_shape([2, 2]), chain_shape(4)):
+        with pytest.raises(KeyError):
+            costs.draft("d", unknown)
+
+
+def test_timing_runs_the_loop_that_it_times_and_tells_its_parts():
+    target, drafter = tiny_target(), near_copy()
+    shapes = {"d": [chain_shape(2), Dynamic(3, 2, 5)]}
+    found = measure(
+        target, {"d": drafter}, shapes, prompts(), lambda shape: Sampler(0.0), batch=2, repetitions=2, verifies=3
+    )
+    assert list(found) == [(PLAIN, None), ("d", chain_shape(2)), ("d", Dynamic(3, 2, 5))]
+    assert [timing.nodes for timing in found.values()] == [1.0, 3.0, 6.0]
+    for timing in found.values():
+        assert len(timing.cycle) == 2
+        assert (timing.cycle > np.array(timing.verify)).all()
+        assert min(timing.verify + timing.rest + timing.prefill) > 0
+    assert min(found["d", chain_shape(2)].draft) > max(found[PLAIN, None].draft), (
+        "a draft of two tokens takes longer than none"
+    )
+    assert len(MeasuredCosts(found).table()) == 3
+
+
+def test_an_interval_of_times_covers_texts_and_repetitions():
+    same = time_ratio(np.full((4, 3), 2.0), np.full((4, 3), 1.0))
+    assert (same["value"], same["low"], same["high"]) == (2.0, 2.0, 2.0)
+    texts = time_ratio(np.array([[1.0], [9.0]]), np.array([[2.0], [2.0]]))
+    assert texts["low"] < texts["value"] == 2.5 < texts["high"]
+    repetitions = time_ratio(np.full((2, 3), 2.0), np.array([[1.0, 2.0, 4.0]] * 2))
+    assert repetitions["low"] < repetitions["value"] == 1.0 < repetitions["high"]
+
+
+def test_what_is_tried_at_each_temperature():
+    settings = TuneSettings(**SMALL)
+    cold = list(candidates("d", traced(near_copy(), pools=[(3, 1.0)]), settings))
+    assert {c.family for c in cold} == {"chain", "static", "dynamic"}
+    assert not any(c.sampled for c in cold)
+    assert [c.shape.depth for c in cold if c.family == "chain"] == [1, 2, 3, 4]
+    assert len(cold) == len(set(cold))
+    hot = list(candidates("d", traced(near_copy(), 1.0, siblings=4), settings))
+    assert {(c.family, c.sampled) for c in hot} == {(f, s) for f in ("chain", "static") for s in (True, False)}
+    assert {c.family for c in candidates("prompt-lookup", traced(PromptLookup()), settings)} == {"chain"}
+
+
+def test_the_rules_at_run_time_follow_from_costs_and_scatter():
+    """A verify costs 1.5 plain steps: half a token per verify must be accepted, of 4 drafted ones."""
+    verifies, accepted = np.array([40.0]), np.array([80.0])
+    replayed = Replayed(np.array([[40.0]]), np.array([120]), accepted, squares=np.array([40 * (2.0**2 + 1.5**2)]))
+    plain, cycle = 0.02, 0.03
+    found = Prediction(
+        Candidate("d", chain_shape(4), False),
+        replayed,
+        verifies[:, None] * np.array([[cycle]]),
+        np.array([[120 * plain]]),
+        np.zeros(1),
+        np.zeros(1),
+    )
+    rules = runtime_rules(found, GivenCosts(STATED), 1.0, 8)
+    assert rules["break_even"] == pytest.approx(0.5 / 4)
+    assert rules["window"] == 50  # (3 · 1.5 / 1.5)² = 9 would do, and is too few to trust
+    assert rules["retry_after"] == 50 * 0.5 / 0.02
+    close = replayed.__class__(replayed.visits, replayed.tokens, np.array([26.0]), np.array([26.0 * 2]))
+    assert (
+        50
+        < runtime_rules(
+            Prediction(found.candidate, close, found.speculative, found.plain, found.start, found.start_plain),
+            GivenCosts(STATED),
+            1.0,
+            8,
+        )["window"]
+        <= 1000
+    )
+
+
+def test_the_gate_is_the_last_temperature_of_those_that_pay_from_the_lowest_on():
+    def heat(*pays):
+        return [{"temperature": t, "pays": p} for t, p in zip((0.0, 0.5, 1.0), pays, strict=True)]
+
+    assert gate_of(heat(True, True, False)) == 0.5
+    assert gate_of(heat(True, False, True)) == 0.0
+    assert gate_of(heat(False, True, True)) == -1.0
+
+
+def tuned(costs, drafters=None, **changes):
+    settings = TuneSettings(**(SMALL | {"costs": costs, "batches": tuple(c.batch for c in costs)} | changes))
+    texts = prompts()
+    return Tuner(
+        tiny_target(), drafters or {"d": near_copy()}, {"a": texts[:2], "b": texts[2:]}, settings, EVALUATION
+    ).run()
+
+
+def test_a_plan_from_stated_costs_is_right_where_it_is_decoded_and_knows_its_limits():
+    dear = StatedCosts(batch=8, target_step_ms=20, draft_step_ms=1, verify_ms={2: 60, 16: 200})
+    document = tuned([StatedCosts(target_step_ms=20, draft_step_ms=1, verify_ms={16: 24}), dear])
+    assert len(document["verified"]) == 3
+    for entry in document["verified"]:
+        assert entry["tokens_per_verify_error"] == pytest.approx(0, abs=1e-9)
+        assert entry["speedup"] == {}
+    speeds = [entry["speedup_predicted"]["value"] for entry in document["candidates"]]
+    assert speeds == sorted(speeds, reverse=True)
+    assert document["chosen"]["pays"]
+    assert [entry["pays"] for entry in document["batches"]] == [True, False]
+    assert document["runtime"]["most_batch"] == 1
+    assert [entry["temperature"] for entry in document["temperatures"]] == [0.0, 1.0]
+    assert document["workload"]["prompts"] == {"a": 2, "b": 2}
+
+
+def test_where_nothing_pays_the_rules_refuse_everything():
+    document = tuned([StatedCosts(target_step_ms=20, draft_step_ms=15, verify_ms={16: 300})], temperatures=(0.0,))
+    assert not document["chosen"]["pays"]
+    assert document["runtime"]["most_batch"] == 0
+    assert document["runtime"]["most_temperature"] == -1
+
+
+def test_a_sampled_plan_decodes_what_it_predicts_within_its_interval():
+    """Twelve tokens of two prompts, twice: a wide bound, which a wrong rule (tokens per verify of 1 or of K + 1) misses."""
+    document = tuned(
+        [StatedCosts(target_step_ms=20, draft_step_ms=1, verify_ms={16: 24})],
+        temperature=1.0,
+        temperatures=(1.0,),
+        verified=1,
+    )
+    [entry] = document["verified"]
+    assert entry["drafting"] == "sampled"
+    assert entry["predicted_tokens_per_verify"] == pytest.approx(entry["measured_tokens_per_verify"]["value"], rel=0.4)
+
+
+def test_without_a_draft_that_could_serve_it_is_one_line():
+    with pytest.raises(UserError, match=r"evaluation\.drafts"):
+        Tuner(tiny_target(), {}, {"a": prompts()}, TuneSettings(), EVALUATION)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"costs": [STATED, STATED]}, "batch 1 is stated twice"),
+        ({"costs": [STATED], "batches": [2]}, "none is stated for batch 2"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(fields, said):
+    with pytest.raises(ValueError, match=said):
+        TuneSettings(**fields)
+
+
+def test_shapes_have_names():
+    assert describe(chain_shape(5)) == "chain of 5"
+    assert describe(level_shape([2, 2])) == "static tree of 6, depth 2"
+    assert describe(Dynamic(4, 3, 15, 0.5)) == "dynamic tree of 15, width 4, depth 3, confidence temperature 0.5"
+
+
+def test_the_tests_draft_is_neither_perfect_nor_useless():
+    target = tiny_target()
+    decoded = run(target, near_copy(), chain_shape(4), Sampler(0.0), prompts())
+    assert 0 < sum(counts(decoded)[1]) < 4 * sum(counts(decoded)[0])
