@@ -51,6 +51,14 @@ TRAINING = (
     Key("<stage>/best_run_length", "of drafts, at validations: the best so far, whose weights are kept"),
     Key("<stage>/best_step", "of drafts, at validations: its step"),
     Key("<stage>/best_match", "of drafts, at validations: its share of greedy matches at the first position, held out"),
+    Key(
+        "<stage>/vocabulary_coverage",
+        "of heads with a smaller vocabulary, once: share of the training tokens that it holds",
+    ),
+    Key(
+        "<stage>/acceptance_ceiling",
+        "of heads with a smaller vocabulary, once: the target's held-out mass inside it, the most α can be",
+    ),
 )
 MEASURED = {
     "alpha": "mean of Σ min(p, q) over the drafted positions reached; at T = 0 the match rate",

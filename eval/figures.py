@@ -104,7 +104,7 @@ def draw(name: str, title: str, paint: Callable[[Axes], None]) -> Plot:
         figure = Figure(figsize=SIZE, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
-        axes.set_title(title)
+        axes.set_title(short(title, 52))
         paint(axes)
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # the layout is found; each file would search for it again
@@ -136,11 +136,18 @@ def file_stem(text: str) -> str:
     return re.sub(r"[^\w.-]+", "_", text)
 
 
+def short(text: str, most: int = 24) -> str:
+    """What of a name fits a panel: matplotlib would give a long one all the room there is."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def legend(axes: Axes, columns: int) -> None:
     """Below the panel: inside it would cover points."""
     figure = axes.get_figure()
     assert isinstance(figure, Figure)
-    figure.legend(loc="outside lower center", ncols=columns, columnspacing=1.0)
+    handles, labels = axes.get_legend_handles_labels()
+    named = [short(label) for label in labels]
+    figure.legend(handles, named, loc="outside lower center", ncols=columns, columnspacing=1.0)
 
 
 def error(measures: Sequence[Measure]) -> list[list[float]]:

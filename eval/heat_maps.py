@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
 
-from draftsmith.eval.figures import Plot, draw, file_stem
+from draftsmith.eval.figures import Plot, draw, file_stem, short
 from draftsmith.eval.results import Result, by_setting, domains
 
 MAP = "cividis"  # even in lightness, and the same for every kind of colour vision
@@ -20,7 +20,7 @@ def heat_maps(results: Sequence[Result]) -> list[Plot]:
     for domain in domains(group):
         chosen = [result for result in group if result.domain == domain and result.n_alpha]
         if chosen:
-            title = f"n_alpha, {domain}, {chosen[0].setting.label}"
+            title = f"n_alpha, {short(domain)}, {chosen[0].setting.label}"
             plots.append(draw(f"n-alpha-{file_stem(domain)}", title, _heat(chosen)))
     return plots
 
@@ -39,7 +39,7 @@ def _heat(chosen: Sequence[Result]) -> Callable[[Axes], None]:
                 ink = "white" if measure.value < 0.55 else "black"
                 axes.text(x + 0.5, y + 0.5, f"{measure.value:.2f}", ha="center", va="center", color=ink)
         axes.set_xticks([k + 0.5 for k in range(deepest)], list(map(str, range(1, deepest + 1))))
-        axes.set_yticks([y + 0.5 for y in range(len(chosen))], [result.draft for result in chosen])
+        axes.set_yticks([y + 0.5 for y in range(len(chosen))], [short(result.draft) for result in chosen])
         axes.invert_yaxis()
         axes.grid(visible=False)
         axes.set_xlabel("drafted position")

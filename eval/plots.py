@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from draftsmith.eval.figures import INK, Plot, draw, error, file_stem, legend, style
+from draftsmith.eval.figures import INK, Plot, draw, error, file_stem, legend, short, style
 from draftsmith.eval.results import Measure, Result, Setting, by_setting, domains, names
 from draftsmith.eval.theory import expected_tokens, optimal_length, speedup
 
@@ -94,7 +94,7 @@ def depth_plots(results: Sequence[Result]) -> list[Plot]:
             chosen = [result for result in group if result.domain == domain and result.n_alpha]
             if chosen:
                 name = f"depth-{file_stem(domain)}-{_file(setting)}"
-                plots.append(draw(name, f"{domain}, {setting.label}", _depth(chosen, setting.K)))
+                plots.append(draw(name, f"{short(domain)}, {setting.label}", _depth(chosen, setting.K)))
     return plots
 
 
@@ -144,7 +144,7 @@ def _bars(chosen: Sequence[Result], K: int) -> Callable[[Axes], None]:
             color = style(draft, drafts)[0]
             axes.bar(at, heights, width * 0.92, yerr=error(measures), color=color, label=draft, error_kw=look)
         axes.axhline(1.0, color=INK, linewidth=0.9, linestyle="--")
-        axes.set_xticks(range(len(places)), places)
+        axes.set_xticks(range(len(places)), [short(place, 14) for place in places])
         axes.grid(axis="x", visible=False)
         axes.set_ylim(0, max(K + 1.2, axes.get_ylim()[1]))
         axes.set_ylabel("tokens per verify")

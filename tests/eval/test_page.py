@@ -1,6 +1,7 @@
 """The report in a real browser: telephone and desk, light and dark, without scripts. And that each check can fail."""
 
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,7 +45,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (run / "draft").mkdir()
     lines = [json.dumps({"step": k, "loss": 2.0 - k / 50, "expected_acceptance": k / 50}) for k in range(1, 40)]
     (run / "draft" / "training.jsonl").write_text("\n".join(lines))
-    return build_report(run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as a panel whose words leave its axes no room
+        return build_report(run)
 
 
 def faults(seen: Seen) -> list[str]:

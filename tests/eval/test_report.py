@@ -177,9 +177,27 @@ def test_an_output_that_differs_from_plain_decoding_raises_an_alarm(tmp_path: Pa
     assert "Some greedy outputs differ" not in build_report(tmp_path).read_text()
 
 
-def test_the_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
-    write(tmp_path, eagle3=[entry("code", 2.4)])
-    page = build_report(tmp_path).read_text()
+EVIL = "<script>alert(1)</script>$x"
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with everything in it, under names that mean harm, and its report over the plots of an older one."""
+    run = tmp_path_factory.mktemp("full")
+    write(run, eagle3=[entry(EVIL, 2.4), entry(EVIL, 2, temperature=1.0, identical=None)])
+    (run / "resolved.yaml").write_text(f"name: {EVIL}\n")
+    (run / "environment.json").write_text(json.dumps({"python": EVIL, "packages": {"torch": "2"}}))
+    (run / "plots").mkdir()
+    (run / "plots" / "depth-gone.png").write_bytes(b"old")
+    (run / "eagle" / "eagle3").mkdir(parents=True)
+    lines = [json.dumps({"step": step, "loss": 2.0, "expected_acceptance": 0.5}) for step in (1, 2)]
+    (run / "eagle" / "eagle3" / "training.jsonl").write_text("\n".join(lines))
+    build_report(run)
+    return run
+
+
+def test_the_page_loads_nothing_and_runs_nothing(full: Path) -> None:
+    page = (full / "report.html").read_text()
     loaded = re.findall(r"""(?:src|srcset|href)\s*=\s*["']([^"']*)""", page) + re.findall(r"url\(([^)]*)\)", page)
     assert len(loaded) > 10
     assert all(address.startswith(("data:", "#")) for address in loaded), "in the page itself"
@@ -187,31 +205,26 @@ def test_the_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
     assert "@import" not in page
 
 
-def test_what_comes_from_files_is_escaped(tmp_path: Path) -> None:
-    """In the words and in the plots."""
-    evil = "<script>alert(1)</script>$x"
-    write(tmp_path, eagle3=[entry(evil, 2.4), entry(evil, 2, temperature=1.0, identical=None)])
-    (tmp_path / "resolved.yaml").write_text(f"name: {evil}\n")
-    (tmp_path / "environment.json").write_text(json.dumps({"python": evil, "packages": {"torch": "2"}}))
-    page = build_report(tmp_path).read_text()
+def test_what_comes_from_files_is_escaped_in_words_and_plots(full: Path) -> None:
+    page = (full / "report.html").read_text()
     assert "<script" not in page
     assert page.count("&lt;script&gt;") >= 8
     assert "packages torch" in page
 
 
-def test_plots_are_written_beside_the_page_and_stale_ones_are_removed(tmp_path: Path) -> None:
-    write(tmp_path, eagle3=[entry("code", 2.4)])
-    (tmp_path / "plots").mkdir()
-    (tmp_path / "plots" / "depth-gone.png").write_bytes(b"old")
-    (tmp_path / "eagle" / "eagle3").mkdir(parents=True)
-    lines = [json.dumps({"step": step, "loss": 2.0, "expected_acceptance": 0.5}) for step in (1, 2)]
-    (tmp_path / "eagle" / "eagle3" / "training.jsonl").write_text("\n".join(lines))
-    build_report(tmp_path)
-    found = {path.stem for path in (tmp_path / "plots").glob("*.png")}
+def test_plots_are_written_beside_the_page_and_stale_ones_are_removed(full: Path) -> None:
+    found = {path.stem for path in (full / "plots").glob("*.png")}
+    domain = "_script_alert_1_script_x"
     assert found == {
-        "depth-code-T0-K5", "tokens-per-verify-T0-K5", "training-drafts", "training-acceptance",
+        f"depth-{domain}-T0-K5", f"depth-{domain}-T1-K5", "tokens-per-verify-T0-K5", "tokens-per-verify-T1-K5",
+        "temperature-alpha", "temperature-tokens", "training-drafts", "training-acceptance",
         "expected-tokens", "expected-speedup",
     }  # fmt: skip
+
+
+def test_the_same_files_give_the_same_page(full: Path) -> None:
+    before = (full / "report.html").read_bytes()
+    assert build_report(full).read_bytes() == before
 
 
 def test_no_domain_or_tree_names_a_file_outside_the_folder_of_plots(
@@ -255,11 +268,6 @@ def test_a_result_of_another_schema_is_refused(tmp_path: Path) -> None:
     (tmp_path / "eval" / "mine.json").write_text('{"schema": 2, "results": []}')
     with pytest.raises(UserError, match="schema 2"):
         load_results(tmp_path)
-
-
-def test_the_same_files_give_the_same_page(tmp_path: Path) -> None:
-    write(tmp_path, eagle3=[entry("code", 2.4)])
-    assert build_report(tmp_path).read_bytes() == build_report(tmp_path).read_bytes()
 
 
 def test_a_draft_that_the_config_no_longer_evaluates_is_left_out_and_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from offline import wandb_records, wandb_values
-from pages import entry, interval, write
+from pages import entry, write
 
 from draftsmith.errors import UserError
 from draftsmith.eval.results import load_results
@@ -17,6 +17,8 @@ from draftsmith.tracking import Tracking, has_account
 
 class Recorder:
     """A tracker that remembers, and raises from the n-th value on."""
+
+    name = "recorder"
 
     def __init__(self, fails_at: int = 10**9) -> None:
         self.seen: list[tuple[dict[str, Any], int]] = []
@@ -142,7 +144,8 @@ def test_a_real_offline_run_writes_its_curve_below_the_run_folder_and_prints_not
 
 def an_evaluation(tmp_path: Path) -> tuple[list[dict[str, Any]], Any, Path]:
     """Entries, the results that are read from them, and the page."""
-    entries = [entry("code", 2.4, 1.3), entry("code", 1.6, None, temperature=1.0, identical=None, drafting="sampled")]
+    warm = {"temperature": 1.0, "identical": None, "drafting": "sampled"}
+    entries = [entry("code", 2.4, 1.3, drafting="greedy"), entry("code", 1.6, **warm)]
     write(tmp_path, eagle3=entries)
     page = tmp_path / "report.html"
     page.write_text("<!doctype html>the page")
@@ -154,7 +157,7 @@ def test_an_evaluation_is_read_back_from_an_offline_wandb_file(tmp_path: Path, m
     monkeypatch.setenv("WANDB_MODE", "offline")
     entries, results, page = an_evaluation(tmp_path)
     made = Tracking(("wandb",), "draftsmith", tmp_path, {})
-    made.results("eagle3", [entries[0] | {"acceptance_rate": interval(0.4)}, entries[1] | {"drafting": "sampled"}])
+    made.results("eagle3", entries)
     made.report(results, page)
     made.close()
     [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
@@ -175,6 +178,19 @@ def test_an_evaluation_is_read_back_from_an_offline_wandb_file(tmp_path: Path, m
     assert (media / logged["eval/report"]["path"]).read_text() == page.read_text()
     artifacts = [record.artifact for record in wandb_records(file) if record.HasField("artifact")]
     assert any(artifact.type == "report" for artifact in artifacts)
+
+
+def test_trackio_is_given_the_numbers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    recorder.name = "trackio"
+    entries, results, page = an_evaluation(tmp_path)
+    made = tracking(tmp_path, monkeypatch, trackio=recorder)
+    made.results("eagle3", entries)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.report(results, page)
+    [(values, _)] = recorder.seen
+    assert values["eval/eagle3/code/T0/speedup"] == 1.3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard")
