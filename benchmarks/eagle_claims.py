@@ -180,6 +180,15 @@ CLAIMS = [
     ),
     Claim(
         TRAINING,
+        "Ours: the two methods where both regress to the target's state",
+        "eagle3, feature loss",
+        "eagle1",
+        LOSSES,
+        0,
+    ),
+    Claim(TRAINING, "Ours: and where neither does", "eagle3", "eagle1, no feature loss", LOSSES, 0),
+    Claim(
+        TRAINING,
         "EAGLE-3: three fused depths beat the top one, 5.37 → 6.13",
         "eagle3",
         "eagle3, one tap",
