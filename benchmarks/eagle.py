@@ -44,64 +44,12 @@ from draftsmith.train.objectives import Objective
 from draftsmith.train.settings import EagleTrainSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
-from eagle_page import page, study_rows
+from eagle_claims import study_rows
+from eagle_heads import FIRST, LONG, ROWS, SHARED, TEACHERS, TIMES, TUNED, TUNING_SEED, WITH_TREE, K
+from eagle_page import page
 
 DOMAINS = ("code", "prose", "chat")
-K = 5
 TREE = Dynamic(8, 6, 32)
-#: Which distribution teaches: the cache's default, and for the losses that a sample of it estimates with a bias the whole one.
-TEACHERS: dict[str, dict[str, Any]] = {"sampled": {"k": 64}, "full": {"distribution": "from_last"}}
-#: What every head shares: four value heads, so that each may start from the embedding (`models.eagle.start_from_embedding`).
-SHARED: dict[str, Any] = {"batch_tokens": 256, "other_lr": 0.0006, "validations": 1, "held_out_rows": 1}
-EAGLE3: dict[str, Any] = {"kind": "eagle3", "kv_heads": 4, "rollouts": 4, "matrix_lr": 0.04}
-PLAIN = EAGLE3 | {"embedding_start": False}  # the layer starts at random
-REGRESSION = 10.0  # EAGLE-1's mixture: 1 · regression + 0.1 · cross-entropy
-EAGLE1: dict[str, Any] = {
-    "kind": "eagle1",
-    "kv_heads": 4,
-    "rollouts": 1,
-    "feature_loss": REGRESSION,
-    "matrix_lr": 0.04,
-}
-#: The heads, those of the first claims first: a study that is cut short has these. `teacher` is not of the trainer's settings.
-ROWS: dict[str, dict[str, Any]] = {
-    "eagle1": EAGLE1,
-    "eagle3": EAGLE3,
-    "eagle3, low, middle and last tap": EAGLE3 | {"taps": "with last"},
-    "eagle3, all that helps": EAGLE3 | {"taps": "with last", "feature_loss": REGRESSION, "teacher": "full"},
-    "eagle3, no rollouts": EAGLE3 | {"rollouts": 1},
-    "plain start": PLAIN,
-    "plain start, no rollouts": PLAIN | {"rollouts": 1},
-    "plain start, no rollouts, feature loss": PLAIN | {"rollouts": 1, "feature_loss": REGRESSION},
-    "eagle1, token alone": EAGLE1 | {"inputs": "token"},
-    "eagle1, feature alone": EAGLE1 | {"inputs": "feature"},
-    "eagle1, feature and unshifted token": EAGLE1 | {"inputs": "unshifted"},
-    "eagle1, no feature loss": EAGLE1 | {"feature_loss": 0.0},
-    "eagle3, feature loss": EAGLE3 | {"feature_loss": REGRESSION},
-    "eagle3, one tap": EAGLE3 | {"taps": "last"},
-    "eagle3, 2 rollouts": EAGLE3 | {"rollouts": 2},
-    "eagle3, 7 rollouts": EAGLE3 | {"rollouts": 7},
-    "eagle3, detached": EAGLE3 | {"detach": True},
-    "eagle3, decay 0.8": EAGLE3 | {"decay": 0.8},
-    "full teacher, KL": EAGLE3 | {"teacher": "full"},
-    "full teacher, -log acceptance": EAGLE3 | {"teacher": "full", "loss": "negative_log_acceptance"},
-    "full teacher, adaptive": EAGLE3 | {"teacher": "full", "loss": "adaptive_kl_tv"},
-    "full teacher, TV": EAGLE3 | {"teacher": "full", "loss": "total_variation"},
-    "random head": PLAIN | {"head_from_target": False},
-    "eagle3, V/2": EAGLE3 | {"draft_vocabulary": 2048},
-    "eagle3, V/4": EAGLE3 | {"draft_vocabulary": 1024},
-    "medusa": {"kind": "medusa", "rollouts": K, "decay": 0.8, "matrix_lr": 0.04},
-}
-#: All their seeds come before any other row, and they are also measured with the dynamic tree.
-FIRST = ("eagle1", "eagle3")
-WITH_TREE = (*FIRST, "eagle3, all that helps", "plain start", "medusa")
-#: Chosen on held-out texts that nothing else is measured on, with a seed of their own.
-TUNING_SEED = 1000
-TUNED: dict[str, dict[str, Any]] = {
-    f"tuning: {kind}, matrix_lr {lr:g}": settings | {"matrix_lr": lr}
-    for kind, settings in (("eagle1", EAGLE1), ("eagle3", EAGLE3))
-    for lr in (0.02, 0.04, 0.08)
-}
 
 
 @dataclass(frozen=True)
@@ -129,15 +77,18 @@ class Plan:
 
 
 def job(row: str, tokens: int, seed: int) -> Job:
-    settings = SHARED | (ROWS | TUNED)[row] | {"tokens": tokens}
+    settings = SHARED | (ROWS | LONG | TUNED)[row] | {"tokens": tokens * (TIMES if row in LONG else 1)}
     return Job(row, json.dumps(settings, sort_keys=True), seed)
 
 
 def jobs(tokens: int, seeds: int) -> list[Job]:
-    """The claim's rows with all their seeds, then every other row seed by seed."""
+    """The claim's rows with all their seeds, then every other row seed by seed; of the long ones the first seed comes earlier."""
     first = [job(row, tokens, seed) for seed in range(seeds) for row in FIRST]
-    others = [job(row, tokens, seed) for seed in range(seeds) for row in ROWS if row not in FIRST]
-    return [*(job(row, tokens, TUNING_SEED) for row in TUNED), *first, *others]
+    others = [[job(row, tokens, seed) for row in ROWS if row not in FIRST] for seed in range(seeds)]
+    long = [[job(row, tokens, seed) for row in LONG] for seed in range(seeds)]
+    tuned = [job(row, tokens, TUNING_SEED) for row in TUNED]
+    rounds = [*others[:1], *long[:1], *others[1:], *long[1:]]
+    return [*tuned, *first, *(one for entries in rounds for one in entries)]
 
 
 def quick_jobs() -> list[Job]:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from eagle_page import ADVICE, CLAIMS, MEASURES, K, page, study_rows
+from eagle_claims import CLAIMS, MEASURES, study_rows
+from eagle_heads import LONG, ROWS, WITH_TREE, K
+from eagle_page import ADVICE, page
 
 DOMAINS = ("code", "prose", "chat")
 
@@ -61,20 +63,18 @@ def test_a_study_that_was_cut_short_yields_a_page_that_says_what_it_has():
     assert "1.67 × (1.67 to 1.67) | as the paper says (2 seeds) |" in text
     assert "| eagle3, no rollouts | 2 | 30 | 1.50 (1.50–1.50)" in text
     assert "a head sees 1,000 tokens" in text
-    assert "9 heads, 4 minutes of 2 cores" in text
+    assert "9 heads, 4 minutes on 2 idle cores" in text
     assert "**train with `rollouts` above 1**" in text
     assert "Medusa" not in text.split("## The papers' claims")[1].split("## All heads")[0]
 
 
 def test_every_claim_and_every_advice_names_heads_that_the_study_trains_and_measures_them_where_they_are_measured():
-    import eagle
-
     for claim in CLAIMS:
         for row, measure in (side for sides in claim.sides for side in sides):
-            assert row in eagle.ROWS
+            assert row in ROWS | LONG
             assert measure in MEASURES
-            assert not measure.startswith("tree") or row in eagle.WITH_TREE
+            assert not measure.startswith("tree") or row in WITH_TREE
     pairs = {(claim.first, claim.second) for claim in CLAIMS}
     assert {advice[:2] for advice in ADVICE} <= pairs
     compared = {row for pair in pairs for row in pair}
-    assert compared == set(eagle.ROWS)
+    assert compared == set(ROWS | LONG)
