@@ -2,9 +2,12 @@
 #   CONFIG  the experiment            make distill CONFIG=configs/demo.yaml
 #   ARGS    passed on as they are     make demo ARGS="evaluation.K=4"
 #   RUN     a finished run            make bench-decode RUN=runs/demo
+#   DRAFT   of its drafts, TO a format    make export DRAFT=eagle3 TO=vllm
 
 CONFIG ?= configs/demo.yaml
 RUN ?= runs/demo
+DRAFT ?= eagle3
+TO ?= vllm
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +17,7 @@ STAGES := target prepare cache distill train-eagle eval-acceptance
 FIND_PYTHON = for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done
 
-.PHONY: help setup demo $(STAGES) plan show-mask regenerate report test test-long lint format types clean
+.PHONY: help setup demo $(STAGES) plan show-mask regenerate report export test test-long lint format types clean
 .PHONY: bench-decode bench-cache bench-cache-speed bench-scaling bench-peers study-distill chaos
 .DEFAULT_GOAL := help
 
@@ -25,6 +28,7 @@ help:
 	@echo "make plan, show-mask   what would run, and prepared samples with their masks; with CONFIG=FILE"
 	@echo "make regenerate        answers of the target itself to the questions of the data; with CONFIG=FILE"
 	@echo "make report RUN=DIR    rebuilds the report of a run"
+	@echo "make export            a draft for an engine; with RUN=DIR, DRAFT=eagle3, TO=vllm|sglang|trtllm|speculators|transformers"
 	@echo "The next five read the finished run RUN=DIR (default $(RUN)):"
 	@echo "make bench-decode      the decoder against transformers, trees, costs"
 	@echo "make bench-cache       cache codecs: bytes, speed, acceptance of drafts trained on them; half an hour, goes on where it stopped"
@@ -70,6 +74,9 @@ bench-scaling: setup
 
 chaos: setup
 	$(BIN)/python benchmarks/chaos.py $(ARGS)
+
+export: setup
+	$(BIN)/draftsmith export $(RUN) --draft $(DRAFT) --to $(TO) $(ARGS)
 
 report: setup
 	$(BIN)/draftsmith report $(RUN)

@@ -298,6 +298,36 @@ def cache_repair(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="run folder, such as runs/demo", show_default=False)],
+    draft: Annotated[str, typer.Option(help="name of a trained draft of the run", show_default=False)],
+    to: Annotated[str, typer.Option(help="vllm, sglang, trtllm, speculators or transformers", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="folder to write; none: RUN/export/FORMAT/DRAFT")] = None,
+) -> None:
+    """Write a trained draft as the folder that a serving engine loads, with the line that starts it."""
+    from draftsmith.serving import export_run
+
+    export_run(run, draft, to, out, say)
+
+
+@app.command("import")
+def import_(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="a published head: EAGLE, EAGLE-3, Medusa", show_default=False)
+    ],
+    target: Annotated[str, typer.Option(help="folder or hub name of the target that it is for", show_default=False)],
+    out: Annotated[Path, typer.Option(help="folder of the imported head", show_default=False)],
+    nested_ids: Annotated[
+        str, typer.Option(help="what ids below eagle_config count: output or input of blocks")
+    ] = "output",
+) -> None:
+    """Read a head that somebody else trained (SafeAILab, vLLM, speculators, SGLang), to evaluate it or train on from it."""
+    from draftsmith.serving import import_head
+
+    import_head(folder, target, out, nested_ids, say)
+
+
+@app.command()
 def chat(
     target: Annotated[str, typer.Option(help="folder or hub name of the target")],
     draft: Annotated[str | None, typer.Option(help="folder of a draft LM or head; none: plain decoding")] = None,

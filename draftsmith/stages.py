@@ -73,7 +73,7 @@ def stage_units(config: Config, work: "Work") -> list[Unit]:
             Unit(
                 "train-eagle",
                 name,
-                {"eagle": _lasting(settings), "seed": seed},
+                {"eagle": _lasting(settings), "seed": seed} | _started(config.eagle[name].start),
                 TRAINING_INPUTS,
                 (f"eagle/{name}",),
                 train,
@@ -130,6 +130,11 @@ def _drafts_read(config: Config) -> list[str]:
     """Marks of the drafts that distillation starts from or compares with."""
     selective = config.distill.selective
     return _stamps(config.distill.checkpoint, None if selective is None else selective.reference)
+
+
+def _started(folder: str | None) -> dict[str, Any]:
+    """The mark of the head that a training starts from; nothing where there is none."""
+    return {} if folder is None else {"content": _stamps(folder)}
 
 
 def _stamps(*paths: str | None) -> list[str]:

@@ -78,6 +78,12 @@ class LanguageModel:
         )
         return None if shaped or getattr(module, "bias", None) is not None else module.weight
 
+    @property
+    def plain_embedding(self) -> bool:
+        """Whether a token's embedding is its row as it is stored, without a scale."""
+        module = self.model.get_input_embeddings()
+        return bool(torch.equal(module(torch.zeros(1, dtype=torch.long, device=self.device))[0], module.weight[0]))
+
     def head(self, last: Tensor) -> Tensor:
         """last [..., W] (after the final norm) → logits [..., V], with the model's own scale and soft-cap."""
         logits = self.model.get_output_embeddings()(last)

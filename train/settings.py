@@ -143,15 +143,18 @@ class DistillSettings(TrainSettings):
 # What each kind of head has no use for.
 OF_EAGLE = ("layers", "kv_heads", "intermediate", "inputs", "fc_bias", "detach", "feature_loss", "noise", "confidence")
 OF_EAGLE3 = ("width", "taps", "norm_taps", "norm_state", "head_from_target", "embedding_start")
+# The shape and first weights of a head, which a start from another head's folder brings along.
+SHAPE = (*OF_EAGLE3, "layers", "kv_heads", "intermediate", "inputs", "fc_bias", "draft_vocabulary")
 UNUSED = {"eagle3": (), "eagle1": (*OF_EAGLE3, "draft_vocabulary"), "medusa": (*OF_EAGLE, *OF_EAGLE3)}
 
 
 class EagleTrainSettings(TrainSettings):
     """Kind, shape and start of a head besides its training.
 
-    kind: eagle3, eagle1 (EAGLE-2 is eagle1 with a dynamic tree) or medusa; the last two take cache.last. rollouts:
-    training-time-test steps (1: none), for medusa the number of heads; decay: weight of each step relative to the one before;
-    survival: a prediction also weighs as much as its chain is expected to get there.
+    start: folder of a head of the same kind for this target, trained or imported, to continue from; shape, vocabulary and its
+    mapping are that head's. kind: eagle3, eagle1 (EAGLE-2 is eagle1 with a dynamic tree) or medusa; the last two take cache.last.
+    rollouts: training-time-test steps (1: none), for medusa the number of heads; decay: weight of each step relative to the one
+    before; survival: a prediction also weighs as much as its chain is expected to get there.
 
     draft_vocabulary: size V_d, the most frequent supervised tokens, or below 1 the share of them that it must cover (null: the
     whole vocabulary). width, kv_heads, intermediate: as in the target unless given; taps: those of the cache's that are fused
@@ -164,6 +167,7 @@ class EagleTrainSettings(TrainSettings):
     training a further output to predict acceptance (0: the head has none).
     """
 
+    start: str | None = Field(None, min_length=1)
     kind: Literal["eagle3", "eagle1", "medusa"] = "eagle3"
     rollouts: int = Field(5, ge=1)
     decay: float = Field(1.0, gt=0)
@@ -195,6 +199,8 @@ class EagleTrainSettings(TrainSettings):
         fields = type(self).model_fields
         if extra := [name for name in UNUSED[self.kind] if getattr(self, name) != fields[name].default]:
             raise ValueError(f"{extra[0]}: kind {self.kind} has no use for it; leave it out, or give another kind")
+        if self.start and (given := [name for name in SHAPE if getattr(self, name) != fields[name].default]):
+            raise ValueError(f"{given[0]}: a start from another head brings it along; leave it out, or leave start out")
         if self.feature_loss and self.width is not None:
             raise ValueError("feature_loss: compares the head's state with the target's, so leave width out")
         return self
