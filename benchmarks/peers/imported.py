@@ -20,10 +20,10 @@ SAME = 1e-4  # largest difference of a logit between the peer's code and ours
 
 
 def imported(folder: Path, target: Target) -> EagleHead:
-    """The head that a peer has saved in `folder`. Raises UserError for what cannot be a head of ours."""
+    """The head that a peer has saved in `folder`/head. Raises UserError for what cannot be a head of ours."""
     out = folder / "ours"
     shutil.rmtree(out, ignore_errors=True)
-    import_draft(folder, target, out)
+    import_draft(folder / "head", target, out)
     return EagleHead.load(out, target)
 
 

@@ -119,8 +119,7 @@ def main() -> None:
         optimizer.step()
         losses.append(round(loss.item(), 4))
     draft.eval()
-    given.out.mkdir(parents=True, exist_ok=True)
-    draft.save_pretrained(given.out)
+    draft.save_pretrained(given.out / "head")
     first = steps[0][0]
     write_probe(given.out, draft.lm_head, first, lambda: strategy.forward_loss(batch(states, [first])))
     decay = strategy.ploss_decay
