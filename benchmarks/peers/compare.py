@@ -33,10 +33,14 @@ from draftsmith.models.target import Target
 HERE = Path(__file__).parent
 #: Learning rates beside a peer's default, the likelier ones first.
 RATES = {"speculators": (3e-3, 1e-2, 3e-2), "specforge": (3e-3, 1e-2, 1e-3)}
-#: Our recipe less what the peers' do not have, one after the other.
+#: Our recipe with one thing changed: towards the peers', or where it may be improved.
 ABLATIONS: dict[str, dict[str, Any]] = {
     "without the start from the embedding": {"embedding_start": False},
-    "and a random output head": {"embedding_start": False, "head_from_target": False},
+    "without it, and a random output head": {"embedding_start": False, "head_from_target": False},
+    "three rollouts": {"rollouts": 3},
+    "the normed state fed back": {"norm_state": True},
+    "adaptive KL and TV": {"loss": "adaptive_kl_tv"},
+    "half the matrices' learning rate": {"matrix_lr": 0.01},
 }
 
 
@@ -225,7 +229,7 @@ def main() -> None:
         "--rates", type=int, default=3, help="learning rates tried beside each peer's default, at most 3"
     )
     parser.add_argument("--workers", type=int, default=1, help="heads trained at once, a thread each")
-    parser.add_argument("--ablations", action="store_true", help="also our recipe less what the peers do not have")
+    parser.add_argument("--ablations", action="store_true", help="also our recipe with one thing changed at a time")
     parser.add_argument("--longer", type=int, help="also the chosen recipes, at one seed, on so many tokens")
     parser.add_argument("--quick", action="store_true", help="a smoke test: few tokens and prompts, no page")
     given = parser.parse_args()
