@@ -40,7 +40,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "three rollouts": {"rollouts": 3},
     "the normed state fed back": {"norm_state": True},
     "adaptive KL and TV": {"loss": "adaptive_kl_tv"},
-    "half the matrices' learning rate": {"matrix_lr": 0.01},
+    "twice the learning rate of matrices": {"matrix_lr": 0.04},
 }
 
 
