@@ -23,24 +23,24 @@ from imported import check, imported
 from measure import CHAINS, SHAPES, measured, plain_texts, prompts_of
 from peers_page import best_of, longer_rows, page, study_rows
 from safetensors.torch import load_file
-from states import head_shape, held_out, recipe, write_states
+from states import held_out, write_states
 
-from draftsmith.data.cache.reader import CacheReader
 from draftsmith.environment import describe_environment
 from draftsmith.files import digest, publish_json, publish_text
 from draftsmith.models.eagle import EagleHead
 from draftsmith.models.target import Target
 
 HERE = Path(__file__).parent
-#: Learning rates beside a peer's default (None).
-RATES: dict[str, tuple[float | None, ...]] = {
-    "speculators": (None, 3e-3, 1e-2, 3e-2),
-    "specforge": (None, 1e-3, 3e-3, 1e-2),
-}
-#: Our recipe less what the peers' do not have, one after the other.
+#: Learning rates beside a peer's default, the likelier ones first.
+RATES = {"speculators": (3e-3, 1e-2, 3e-2), "specforge": (3e-3, 1e-2, 1e-3)}
+#: Our recipe with one thing changed: towards the peers', or where it may be improved.
 ABLATIONS: dict[str, dict[str, Any]] = {
     "without the start from the embedding": {"embedding_start": False},
-    "and a random output head": {"embedding_start": False, "head_from_target": False},
+    "without it, and a random output head": {"embedding_start": False, "head_from_target": False},
+    "three rollouts": {"rollouts": 3},
+    "the normed state fed back": {"norm_state": True},
+    "adaptive KL and TV": {"loss": "adaptive_kl_tv"},
+    "twice the learning rate of matrices": {"matrix_lr": 0.04},
 }
 
 
@@ -136,8 +136,6 @@ class Decoder:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.target = Target.load(plan.run / "target")
-        reader = CacheReader(plan.run / "cache", self.target.fingerprint())
-        _, self.config = head_shape(self.target, reader, recipe(plan.run, plan.tokens))
         self.probes = load_file(plan.states / "states.safetensors")
         choosing, final = held_out(plan.run)
         self.prompts = {
@@ -151,7 +149,7 @@ class Decoder:
         folder = self.plan.place(job)
         if job.recipe == "ours":
             return EagleHead.load(folder, self.target), 0.0
-        head = imported(job.recipe, folder, self.config, self.target)
+        head = imported(folder, self.target)
         return head, check(head, folder, self.probes)
 
     def measure(self, journal: Journal, jobs: list[Job], name: str) -> None:
@@ -168,7 +166,7 @@ class Decoder:
             print(f"{name} {job}: {said}", flush=True)
 
 
-def run_all(plan: Plan, seeds: int, ablations: bool, workers: int) -> Journal:
+def run_all(plan: Plan, seeds: int, rates: int, ablations: bool, workers: int) -> Journal:
     """Train and choose at the first seed, train the chosen at the others, and decode what is compared."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     for peer in PEERS:
@@ -176,7 +174,7 @@ def run_all(plan: Plan, seeds: int, ablations: bool, workers: int) -> Journal:
     write_states(plan.run, plan.states, plan.tokens, list(range(seeds)))
     journal = Journal(plan.folder / "runs.jsonl")
     ours = [Job("ours", seed=seed) for seed in range(seeds)]
-    tried = [Job(peer, rate) for peer in PEERS for rate in RATES[peer]]
+    tried = [Job(peer, rate) for peer in PEERS for rate in (*RATES[peer][:rates], None)]
     train_all(plan, journal, [ours[0], *tried], workers)
     decoder = Decoder(plan)
     decoder.measure(journal, [ours[0], *tried], "choosing")
@@ -212,6 +210,14 @@ def entries(journal: Journal, what: str) -> list[dict[str, Any]]:
     return [entry for entry in journal.entries.values() if entry["what"] == what]
 
 
+def command(parser: argparse.ArgumentParser, given: argparse.Namespace) -> str:
+    """The make command that gives this result again."""
+    left_out = ("run", "folder", "environments", "workers")  # they change no number
+    changed = {k: v for k, v in vars(given).items() if k not in left_out and v != parser.get_default(k)}
+    options = " ".join(f"--{key}" if value is True else f"--{key} {value}" for key, value in changed.items())
+    return f'make bench-peers ARGS="{options}"' if options else "make bench-peers"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, nargs="?", default=Path("runs/demo"), help="a finished run")
@@ -219,8 +225,11 @@ def main() -> None:
     parser.add_argument("--environments", type=Path, default=Path(".peers"), help="where the peers are installed")
     parser.add_argument("--tokens", type=int, default=24_000, help="that every head sees")
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument(
+        "--rates", type=int, default=3, help="learning rates tried beside each peer's default, at most 3"
+    )
     parser.add_argument("--workers", type=int, default=1, help="heads trained at once, a thread each")
-    parser.add_argument("--ablations", action="store_true", help="also our recipe less what the peers do not have")
+    parser.add_argument("--ablations", action="store_true", help="also our recipe with one thing changed at a time")
     parser.add_argument("--longer", type=int, help="also the chosen recipes, at one seed, on so many tokens")
     parser.add_argument("--quick", action="store_true", help="a smoke test: few tokens and prompts, no page")
     given = parser.parse_args()
@@ -228,14 +237,14 @@ def main() -> None:
     tokens, sizes = (1500, (1, 2, 8)) if given.quick else (given.tokens, (8, 16, 48))
     folder = (given.folder / f"{tokens}-tokens").resolve()
     plan = Plan(given.run.resolve(), folder, given.environments.resolve(), tokens, *sizes)
-    journal = run_all(plan, given.seeds, given.ablations, given.workers)
+    journal = run_all(plan, given.seeds, given.rates, given.ablations, given.workers)
     rows = study_rows(list(journal.entries.values()), tokens)
     if given.longer:
         longer = replace(plan, folder=folder.with_name(f"{given.longer}-tokens-longer"), tokens=given.longer)
         rows += longer_rows(
             list(run_longer(longer, chosen_rates(journal), given.workers).entries.values()), given.longer
         )
-    study = {"environment": describe_environment(), "command": "make bench-peers", "rows": rows}
+    study = {"environment": describe_environment(), "command": command(parser, given), "rows": rows}
     places = (folder, folder) if given.quick else (Path("docs/studies"), Path("docs"))
     publish_json(places[0] / "peers.json", study)
     publish_text(places[1] / "peers.md", page(study))

@@ -209,7 +209,7 @@ On {tokens:,} tokens, at the rates that were chosen on the shorter runs (seed 0)
 ABLATED = """
 ## Where the difference comes from
 
-Our recipe (seed 0) less what the peers do not have, one after the other:
+Our recipe (seed 0) with one thing changed, to be read beside `ours` in the table above:
 
 {table}
 """

@@ -3,7 +3,6 @@
 Written with Draftsmith, read in the peers' own environments, which cannot import it. Knows no recipe.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from draftsmith.config import load_config
 from draftsmith.data.cache.reader import CacheReader
 from draftsmith.data.rows import Row, Rows
 from draftsmith.files import publish, publish_json
-from draftsmith.models.eagle import EagleConfig, EagleHead
+from draftsmith.models.eagle import EagleHead
 from draftsmith.models.target import Target
 from draftsmith.train.eagle import draft_vocabulary, new_head
 from draftsmith.train.feeder import batch_plan
@@ -37,14 +36,6 @@ def held_out(run: Path) -> tuple[list[Row], list[Row]]:
     return chosen, [row for i, row in enumerate(rows) if i % CHOOSING]
 
 
-def head_shape(target: Target, reader: CacheReader, settings: EagleTrainSettings) -> tuple[EagleHead, EagleConfig]:
-    """An untrained head of our recipe: its sizes are those that every recipe trains."""
-    vocabulary = draft_vocabulary(reader, target, settings.draft_vocabulary)
-    head = new_head(target, reader.taps, vocabulary, settings)
-    assert isinstance(head, EagleHead)
-    return head, head.config
-
-
 def write_states(run: Path, folder: Path, tokens: int, seeds: list[int]) -> None:
     """Everything that a recipe reads, unless it is there.
 
@@ -61,11 +52,14 @@ def write_states(run: Path, folder: Path, tokens: int, seeds: list[int]) -> None
     used = sorted({row for plan in plans.values() for step in plan for micro in step for row in micro})
     place = {row: i for i, row in enumerate(used)}
     steps = {seed: [[place[row] for micro in step for row in micro] for step in plan] for seed, plan in plans.items()}
-    head, config = head_shape(target, reader, settings)
+    vocabulary = draft_vocabulary(reader, target, settings.draft_vocabulary)
+    head = new_head(target, reader.taps, vocabulary, settings)  # its sizes are those that every recipe trains
+    assert isinstance(head, EagleHead)
+    config = head.config
     folder.mkdir(parents=True, exist_ok=True)
     states = states_of(target, reader, used)
     publish(folder / "states.safetensors", lambda path: save_file(states, path))
-    maps = {"d2t": head.vocabulary.d2t, "t2d": head.vocabulary.t2d}
+    maps = {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
     publish(folder / "vocabulary.safetensors", lambda path: save_file(maps, path))
     about = {
         "target": str((run / "target").resolve()),
@@ -102,7 +96,3 @@ def states_of(target: Target, reader: CacheReader, rows: list[int]) -> dict[str,
     return {name: torch.cat(tensors).contiguous() for name, tensors in parts.items()} | {
         "offsets": torch.tensor(offsets)
     }
-
-
-def read_about(folder: Path) -> dict:
-    return json.loads((folder / "about.json").read_text(encoding="utf-8"))

@@ -50,6 +50,8 @@ def new_draft(states: States) -> LlamaForCausalLMEagle3:
         tie_word_embeddings=False,
     )
     config.draft_vocab_size = states.about["draft_vocabulary"]
+    # Its export writes none, and readers would take the default of deep targets; nested ids count outputs of layers.
+    config.eagle_config = {"eagle_aux_hidden_state_layer_ids": states.about["taps"], "use_aux_hidden_state": True}
     draft = LlamaForCausalLMEagle3(config, attention_backend="sdpa")
     draft.t2d.copy_(states.vocabulary["t2d"])
     draft.d2t.copy_(states.vocabulary["d2t"])
@@ -117,8 +119,7 @@ def main() -> None:
         optimizer.step()
         losses.append(round(loss.item(), 4))
     draft.eval()
-    given.out.mkdir(parents=True, exist_ok=True)
-    draft.save_pretrained(given.out)
+    draft.save_pretrained(given.out / "head")
     first = steps[0][0]
     write_probe(given.out, draft.lm_head, first, lambda: strategy.forward_loss(batch(states, [first])))
     decay = strategy.ploss_decay

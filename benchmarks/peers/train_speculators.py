@@ -127,8 +127,7 @@ def main() -> None:
             stepped.step()
         losses.append(round(loss.item(), 4))
     model.eval()
-    given.out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(given.out)
+    model.save_pretrained(given.out / "head")
     first = steps[0][0]
     write_probe(given.out, model.lm_head, first, lambda: model(**batch(states, [first]), **call))
     told = {name: getattr(args, name) for name in TOLD}

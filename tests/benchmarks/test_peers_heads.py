@@ -1,4 +1,4 @@
-"""The peers' heads as heads of ours: names, what is refused, and that the probe notices a difference."""
+"""The peers' heads as heads of ours: the probe of a peer's own code notices every difference."""
 
 import sys
 from dataclasses import replace
@@ -7,31 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 from kit import TAPS, tiny_target
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from draftsmith.errors import UserError
+from draftsmith.models.eagle import EagleHead, new_eagle_head
+from draftsmith.models.vocabulary import DraftVocabulary
 from draftsmith.train.rollout import rollout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "peers"))
-from imported import HEADS, check, imported
+from imported import check
 
-from draftsmith.models.eagle import new_eagle_head
-from draftsmith.models.vocabulary import DraftVocabulary
-
-STEPS = 3
+STEPS, FLAGS = 3, {"norm_joined": True, "norm_residual": True, "norm_state": True}  # speculators' defaults
 
 
-@pytest.fixture(scope="module")
-def target():
-    return tiny_target()
-
-
-def written(peer: str, folder: Path, target):
-    """A random head in the peer's layout, the probe of one row made with it, and (its configuration, states)."""
-    generator = torch.Generator().manual_seed(0)
+@pytest.fixture
+def probed(tmp_path):
+    """A random head with speculators' norms, a folder with the probe of one row made with it, and the states of two rows."""
+    generator, target = torch.Generator().manual_seed(0), tiny_target()
     vocabulary = DraftVocabulary(torch.arange(0, target.vocabulary, 2), target.vocabulary)
-    config = new_eagle_head(target, TAPS, vocabulary).config
-    head = HEADS[peer](config, vocabulary, target)
+    head = new_eagle_head(target, TAPS, vocabulary, **FLAGS)
     for parameter in head.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
     states = {
@@ -42,43 +36,23 @@ def written(peer: str, folder: Path, target):
     with torch.no_grad():
         steps = rollout(head, states["token_ids"][None, 4:], states["taps"][None, 4:], STEPS)
         logits = torch.cat([head.logits(state) for state in steps])
-    layer = "midlayer." if peer == "specforge" else "layers.0."
-    tensors = {name.replace("layers.0.", layer): value.contiguous() for name, value in head.state_dict().items()}
-    tensors |= {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
-    tensors["embed_tokens.weight"] = target.model.get_input_embeddings().weight.detach().clone()
-    save_file(tensors, folder / "model.safetensors")
-    save_file({"logits": logits, "row": torch.tensor(1)}, folder / "probe.safetensors")
-    return config, states
+    logits[:, -1] = 7.0  # behind the row's end, where sides may differ
+    save_file({"logits": logits, "row": torch.tensor(1)}, tmp_path / "probe.safetensors")
+    return head, tmp_path, states, target
 
 
-@pytest.mark.parametrize("peer", HEADS)
-def test_a_peers_head_gives_the_logits_of_its_own_code_and_a_changed_weight_is_noticed(peer, tmp_path, target):
-    config, states = written(peer, tmp_path, target)
-    assert check(imported(peer, tmp_path, config, target), tmp_path, states) < 1e-5
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["norm.weight"][0] += 0.01
-    save_file(tensors, tmp_path / "model.safetensors")
+def test_a_head_that_computes_what_its_probe_says_passes_and_a_changed_weight_does_not(probed):
+    head, folder, states, _ = probed
+    assert check(head, folder, states) < 1e-5
+    head.norm.weight.data[0] += 0.01
     with pytest.raises(UserError, match="differ"):
-        check(imported(peer, tmp_path, config, target), tmp_path, states)
+        check(head, folder, states)
 
 
-def test_speculators_defaults_are_another_function_than_a_plain_eagle_head(tmp_path, target):
-    config, states = written("speculators", tmp_path, target)
-    head = imported("speculators", tmp_path, config, target)
-    plain = HEADS["specforge"](replace(config, norm_state=True), head.vocabulary, target)
-    plain.load_state_dict({name: value for name, value in head.state_dict().items() if name != "input_norm.weight"})
+@pytest.mark.parametrize("flag", ["norm_residual", "norm_state"])
+def test_each_of_the_recipes_norms_is_noticed_where_it_is_missing(flag, probed):
+    head, folder, states, target = probed
+    other = EagleHead(replace(head.config, **{flag: False}), head.vocabulary, target)
+    other.load_state_dict(head.state_dict())
     with pytest.raises(UserError, match="differ"):
-        check(plain, tmp_path, states)
-
-
-@pytest.mark.parametrize(("change", "said"), [("embed_tokens.weight", "embedding"), ("fc.weight", "fc.weight")])
-def test_another_embedding_and_a_missing_tensor_are_refused_by_name(change, said, tmp_path, target):
-    config, _ = written("specforge", tmp_path, target)
-    tensors = load_file(tmp_path / "model.safetensors")
-    if change == "fc.weight":
-        del tensors[change]
-    else:
-        tensors[change][3] += 1.0
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=said):
-        imported("specforge", tmp_path, config, target)
+        check(other, folder, states)
