@@ -139,8 +139,8 @@ def test_every_kind_trains_is_loaded_by_its_path_and_decodes_exactly(tmp_path, t
     assert isinstance(drafter, MedusaDrafter if options.kind == "medusa" else EagleDrafter)
     prompts = [[7, 8, 9, 30], [40, 41]]
     common = {"sampler": Sampler(0.0), "max_new_tokens": 12, "eos_ids": frozenset()}
-    plain_runs = decode(target, as_drafter(None, target), prompts, Decoding(shape=chain_shape(1)), **common)
-    drafted = decode(target, drafter, prompts, Decoding(shape=chain_shape(3)), **common)
+    plain_runs = decode(target, as_drafter(None, target), prompts, Decoding(chain_shape(1), **common))
+    drafted = decode(target, drafter, prompts, Decoding(chain_shape(3), **common))
     assert [d.tokens for d in drafted] == [p.tokens for p in plain_runs]
 
 
