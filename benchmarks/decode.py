@@ -147,7 +147,7 @@ def report_speed(
     pace, own = (np.array([run.steady / run.tokens for run in side]) for side in (plain, found))
     about = {
         "predicted": round(predicted.speedup, 3),
-        "measured": round(pace.sum() / own.sum(), 3),
+        "measured": round(float(pace.sum() / own.sum()), 3),
         "tokens_per_verify": round(predicted.tokens_per_verify, 3),
         "verify_cost": round(predicted.verify_cost, 3),
         "draft_cost": round(predicted.proposal / shape.depth, 4),

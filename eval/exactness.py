@@ -21,7 +21,8 @@ AT_ONCE = 250
 @dataclass(frozen=True)
 class FirstTokenLaw:
     """n draws against p. kl: KL(draws ‖ p) in nats; tv: ½ Σ |draws − p|; the expected values are those of n draws from p itself:
-    about (outcomes − 1) / 2n for KL, ½ Σ_v √(2 p_v (1 − p_v) / π n) for TV."""
+    about (outcomes − 1) / 2n for KL (less where many outcomes are rare), and for TV ½ Σ_v E|share_v − p_v|, which is about
+    ½ Σ_v √(2 p_v (1 − p_v) / π n) where no outcome is rare."""
 
     draws: int
     outcomes: int
@@ -69,5 +70,15 @@ def first_token_law(
         kl,
         (outcomes - 1) / (2 * draws),
         float(np.abs(share - p).sum() / 2),
-        float(np.sqrt(2 * p * (1 - p) / (np.pi * draws)).sum() / 2),
+        float(_mean_deviation(p, draws).sum() / 2),
     )
+
+
+def _mean_deviation(p: np.ndarray, draws: int) -> np.ndarray:
+    """E|X / n − p| of X ~ binomial(n, p), for each p: De Moivre's 2 m C(n, m) pᵐ (1 − p)ⁿ⁻ᵐ⁺¹ / n with m = ⌊np⌋ + 1."""
+    inside = torch.from_numpy(np.clip(p, 1e-300, 1 - 1e-15))
+    m = (draws * inside).floor() + 1
+    n = torch.tensor(float(draws), dtype=torch.float64)
+    choose = torch.lgamma(n + 1) - torch.lgamma(m + 1) - torch.lgamma(n - m + 1)
+    log = choose + m * inside.log() + (n - m + 1) * (-inside).log1p() + (2 * m / n).log()
+    return np.where((p > 0) & (p < 1), log.exp().numpy(), 0.0)
