@@ -48,7 +48,7 @@ def compare(ours: Side, theirs: Side, K: int) -> dict[str, Any]:
         if not difference["low"] <= 0 <= difference["high"]:
             faults.append(f"acceptance length differs by {_shown(difference)}")
         for k in range(K):
-            difference = paired(ours, theirs, lambda step, k=k: step[1] > k)  # type: ignore[misc]
+            difference = paired(ours, theirs, lambda step, k=k: step[1] > k)
             if not difference["low"] <= 0 <= difference["high"]:
                 faults.append(f"acceptance rate at position {k + 1} differs by {_shown(difference)}")
     return found | {"faults": faults}
@@ -56,16 +56,10 @@ def compare(ours: Side, theirs: Side, K: int) -> dict[str, Any]:
 
 def _numbers(side: Side, K: int) -> dict[str, Any]:
     drafts = side.per_prompt(lambda step: 1)
-    length = {key: value if key == "count" else 1 + value for key, value in _accepted(side, drafts).items()}
-    positions = []
-    for k in range(K):
-        reached = ratio(side.per_prompt(lambda step, k=k: step[1] > k), drafts)  # type: ignore[misc]
-        positions.append(reached)
+    accepted = ratio(side.per_prompt(lambda step: step[1]), drafts)
+    length = {key: value if key == "count" else 1 + value for key, value in accepted.items()}
+    positions = [ratio(side.per_prompt(lambda step, k=k: step[1] > k), drafts) for k in range(K)]
     return {"drafts": int(drafts.sum()), "length": length, "positions": positions}
-
-
-def _accepted(side: Side, drafts: np.ndarray) -> dict[str, Any]:
-    return dict(ratio(side.per_prompt(lambda step: step[1]), drafts))
 
 
 def paired(ours: Side, theirs: Side, of: Callable[[Step], float], seed: int = 0) -> dict[str, float]:

@@ -83,10 +83,13 @@ def test_a_spoilt_export_is_as_it_must_be_only_if_it_was_found_out_with_less_acc
     good = compare(Side(TOKENS, STEPS), Side(TOKENS, STEPS), K=3)
     bad = compare(Side(TOKENS, STEPS), Side(TOKENS, fewer(STEPS)), K=3)
     more = compare(Side(TOKENS, fewer(STEPS)), Side(TOKENS, STEPS), K=3)
+    barely = compare(Side(TOKENS, STEPS), Side(TOKENS, [[[3, 2], *STEPS[0][1:]], *STEPS[1:]]), K=3)
+    assert barely["difference"]["value"] < 0
     refused = {"faults": ["refused: no such file"]}
     spoilt = ABOUT | {"spoilt": "taps off by one"}
-    entries = [ABOUT | good, ABOUT | bad, spoilt | bad, spoilt | good, spoilt | more, spoilt | refused, ABOUT | refused]
-    assert [row["met"] for row in study_rows(entries)] == [True, False, True, False, False, False, False]
+    entries = [ABOUT | good, ABOUT | bad, spoilt | bad, spoilt | good, spoilt | more, spoilt | barely]
+    entries += [spoilt | refused, ABOUT | refused]
+    assert [row["met"] for row in study_rows(entries)] == [True, False, True, False, False, False, False, False]
 
 
 def test_the_table_stands_between_its_marks_and_holds_every_case(tmp_path):
