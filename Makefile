@@ -2,9 +2,12 @@
 #   CONFIG  the experiment            make distill CONFIG=configs/demo.yaml
 #   ARGS    passed on as they are     make demo ARGS="evaluation.K=4"
 #   RUN     a finished run            make bench-decode RUN=runs/demo
+#   DRAFT   of its drafts, TO a format    make export DRAFT=eagle3 TO=vllm
 
 CONFIG ?= configs/demo.yaml
 RUN ?= runs/demo
+DRAFT ?= eagle3
+TO ?= vllm
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,8 +17,8 @@ STAGES := target prepare cache distill train-eagle eval-acceptance tune
 FIND_PYTHON = for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done
 
-.PHONY: help setup demo $(STAGES) plan show-mask regenerate report test test-long lint format types clean
-.PHONY: bench-decode bench-tune bench-cache bench-cache-speed bench-scaling study-distill chaos
+.PHONY: help setup demo $(STAGES) plan show-mask regenerate report export test test-long lint
+.PHONY: format types clean bench-decode bench-tune bench-cache bench-cache-speed bench-scaling study-distill chaos test-serving study-eagle bench-peers
 .DEFAULT_GOAL := help
 
 help:
@@ -25,12 +28,16 @@ help:
 	@echo "make plan, show-mask   what would run, and prepared samples with their masks; with CONFIG=FILE"
 	@echo "make regenerate        answers of the target itself to the questions of the data; with CONFIG=FILE"
 	@echo "make report RUN=DIR    rebuilds the report of a run"
-	@echo "The next five read the finished run RUN=DIR (default $(RUN)):"
+	@echo "make export            a draft for an engine; with RUN=DIR, DRAFT=eagle3, TO=vllm|sglang|trtllm|speculators|transformers"
+	@echo "These read the finished run RUN=DIR (default $(RUN)):"
+	@echo "make test-serving      the drafts of a finished run RUN=DIR in vLLM, against our decoder; installs it into the user's cache first"
 	@echo "make bench-decode      the decoder against transformers, trees, costs"
 	@echo "make bench-tune        the tuner's predictions against decoding, on the target and its heavy twin; ten minutes"
 	@echo "make bench-cache       cache codecs: bytes, speed, acceptance of drafts trained on them; half an hour, goes on where it stopped"
 	@echo "make study-distill     losses, draft sizes and teachers against each other, under an hour"
+	@echo "make study-eagle       the EAGLE papers' claims one by one, under 90 minutes; goes on where it stopped"
 	@echo "make bench-cache-speed caching against the bare target forward, and where the time goes"
+	@echo "make bench-peers       our EAGLE-3 recipe against those of speculators and SpecForge, which it installs (3 GB); half an hour"
 	@echo "make bench-scaling     the figures of docs/scaling.md, from the functions that plan asks; seconds"
 	@echo "make chaos             two hundred injected faults, compared with an undisturbed run; at most 20 minutes a call"
 	@echo "make lint, types, format, setup, clean"
@@ -62,14 +69,25 @@ bench-cache: setup
 study-distill: setup
 	$(BIN)/python benchmarks/distill.py $(RUN) $(ARGS)
 
+test-serving: setup
+	$(BIN)/python benchmarks/serving.py $(RUN) $(ARGS)
+study-eagle: setup
+	$(BIN)/python benchmarks/eagle.py $(RUN) $(ARGS)
+
 bench-cache-speed: setup
 	$(BIN)/python benchmarks/cache_speed.py $(RUN) $(ARGS)
+
+bench-peers: setup
+	$(BIN)/python benchmarks/peers/compare.py $(RUN) $(ARGS)
 
 bench-scaling: setup
 	$(BIN)/python benchmarks/scaling.py
 
 chaos: setup
 	$(BIN)/python benchmarks/chaos.py $(ARGS)
+
+export: setup
+	$(BIN)/draftsmith export $(RUN) --draft $(DRAFT) --to $(TO) $(ARGS)
 
 report: setup
 	$(BIN)/draftsmith report $(RUN)

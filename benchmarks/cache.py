@@ -30,7 +30,7 @@ from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.cache.reader import CacheReader
 from draftsmith.data.rows import Rows
 from draftsmith.environment import describe_environment
-from draftsmith.eval.acceptance import decode_all, held_out_prompts
+from draftsmith.eval.acceptance import decode_all, decoding, held_out_prompts
 from draftsmith.eval.drafters import Drafter, EagleDrafter, LMDrafter
 from draftsmith.eval.settings import EvalSettings
 from draftsmith.files import publish_json, publish_text
@@ -219,7 +219,7 @@ def train_and_decode(run: Path, folder: Path, variant: Variant, draft: str, seed
     texts = [text for group in held_out_prompts(held_out, evaluation, target.context).values() for text in group]
     decoded = {}
     for temperature in TEMPERATURES:
-        results = decode_all(target, drafter, texts, evaluation, temperature)
+        results = decode_all(target, drafter, texts, evaluation, decoding(evaluation, temperature))
         decoded[str(temperature)] = [
             [sum(v.emitted for v in r.trace), len(r.trace), sum(map(sum, (v.overlaps for v in r.trace))), _reached(r)]
             for r in results

@@ -34,7 +34,6 @@ from chaos_run import (
     STEPS,
     Child,
     Ended,
-    Step,
     command,
     contents,
     end_ranks,
@@ -206,21 +205,22 @@ class Campaign:
         return f"bit {bit} of byte {place} of {victim}", self.command(name), True, victim
 
     def _victim(self, name: str, rng: random.Random) -> tuple[Path, bytes]:
-        """A file that the step reads: of the steps before it, or every other time of its own part when it was killed."""
-        half = rng.random() < 0.5
-        if half:
-            self._kill(name, rng, 1.0)
-        if not (files := list(self._files(self.steps[name], half))):
-            self.command(name)
-            files = list(self._files(self.steps[name], True))
-        victim = rng.choice(files)
+        """A file that the step reads: of the steps before it, or every other time of what it had made when it was killed."""
+        step = self.steps[name]
+        made = (*step.makes, *(f".{folder}.partial" for folder in step.makes))
+        files: list[Path] = []
+        if rng.random() < 0.5 or not step.reads:
+            child = self.start(name)
+            while child.alive() and not any(found for folder in made for *_, found in os.walk(self.run / folder)):
+                time.sleep(0.005)
+            child.wait(time.monotonic() - child.started + 0.7 * rng.random() * self.seconds[name, False])
+            child.kill(signal.SIGKILL)
+            child.end()
+            files = list(self._files(made))
+        victim = rng.choice(files or list(self._files((*step.reads, "stages"))))  # what it had made may be empty still
         return victim, victim.read_bytes()
 
-    def _files(self, step: Step, own: bool) -> Iterator[Path]:
-        partial = [f".{folder}.partial" for folder in step.makes]
-        folders = (*step.makes, *partial) if own else (*step.reads, "stages")
-        if own and not any(path.is_file() for folder in folders for path in (self.run / folder).rglob("*")):
-            folders = (*step.reads, "stages")  # it was killed before it had made anything
+    def _files(self, folders: tuple[str, ...]) -> Iterator[Path]:
         for folder in folders:
             yield from (p for p in sorted((self.run / folder).rglob("*")) if p.is_file() and p.stat().st_size)
 

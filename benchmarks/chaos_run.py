@@ -5,6 +5,7 @@ Knows how a command is run and how it ended; knows no fault.
 
 import contextlib
 import dataclasses
+import faulthandler
 import hashlib
 import importlib
 import json
@@ -23,7 +24,8 @@ from draftsmith.cli import main as draftsmith
 
 PATIENCE = 120  # seconds: a command that needs longer hangs
 LAUNCHER = 5  # seconds that the launcher of several ranks gives the others to end when one is dead
-TIMES = ("tokens_per_second", "memory_gb", "data_wait", "speedup", "created", "seconds", "version")
+COSTS = ("speedup", "draft_cost", "verify_cost", "speedup_predicted")
+TIMES = ("tokens_per_second", "memory_gb", "data_wait", *COSTS, "created", "seconds", "version")
 WORDS = (
     "the",
     "quick",
@@ -110,6 +112,9 @@ class Child:
                 with log.open("wb") as out:
                     os.dup2(out.fileno(), 1)
                     os.dup2(out.fileno(), 2)
+                # Whatever the parent has put in their place (a test's capture) is not the child's.
+                sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+                faulthandler.dump_traceback_later(0.9 * PATIENCE)  # where one that hangs stands
                 try:
                     act()
                 except SystemExit as ended:
@@ -117,6 +122,7 @@ class Child:
                 except BaseException:
                     traceback.print_exc()
                 sys.stdout.flush()
+                sys.stderr.flush()
             finally:
                 os._exit(code)
         self.pid = pid

@@ -27,9 +27,10 @@ from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.cache.reader import CacheReader
 from draftsmith.data.rows import Row, Rows
 from draftsmith.environment import describe_environment
-from draftsmith.eval.acceptance import PlainRuns, decode_all, evaluate, held_out_prompts, measured_speedup
+from draftsmith.eval.acceptance import PlainRuns, decode_all, decoding, evaluate, held_out_prompts
 from draftsmith.eval.drafters import LMDrafter
 from draftsmith.eval.settings import EvalSettings
+from draftsmith.eval.timing import measured_speed
 from draftsmith.files import digest, publish_json, publish_text
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.target import Target
@@ -196,7 +197,7 @@ def decoded(
     found: dict[str, dict[str, list[list[float]]]] = {}
     for domain, texts in held_out_prompts(rows, settings, target.context).items():
         for temperature in settings.temperatures:
-            results = decode_all(target, LMDrafter(draft), texts, settings, temperature)
+            results = decode_all(target, LMDrafter(draft), texts, settings, decoding(settings, temperature))
             found.setdefault(domain, {})[f"{temperature:g}"] = [
                 [
                     sum(sum(v.overlaps) for v in r.trace),
@@ -251,7 +252,7 @@ def failure_modes(plan: Plan, temperatures: tuple[float, ...]) -> list[dict[str,
             }
             if domain == DOMAINS[0]:
                 few = prompts[domain][:timed]
-                heavy = measured_speedup(twin, drafter, few, settings, temperature)
+                heavy = measured_speed(twin, drafter, few, settings, decoding(settings, temperature)).speedup()
                 found["failure mode: speed-up, heavy twin"] = heavy
             rows += [{"what": what, **value, "settings": about} for what, value in found.items()]
             print(about, f"alpha {entry['alpha']['value']:.3f}, speed-up {entry['speedup']['value']:.2f}", flush=True)

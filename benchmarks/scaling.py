@@ -11,22 +11,24 @@ from draftsmith.files import publish_text
 from draftsmith.models.eagle import EagleConfig, EagleHead
 from draftsmith.models.target import choose_taps
 from draftsmith.models.vocabulary import DraftVocabulary
-from draftsmith.train.optim import make_optimizer
+from draftsmith.train.optim import training_bytes
 
-# width, vocabulary, blocks, attention heads, key-value heads, head_dim, intermediate, weights in GB at bf16
+# width, vocabulary, blocks, attention heads, key-value heads, head_dim, intermediate, GB at bf16, parameters that a token uses
 TARGETS = {
-    "8 B": (4096, 151_936, 36, 32, 8, 128, 12_288, 16),
-    "70 B": (8192, 128_256, 80, 64, 8, 128, 28_672, 140),
-    "235 B": (4096, 151_936, 94, 64, 4, 128, 12_288, 470),
+    "8 B": (4096, 151_936, 36, 32, 8, 128, 12_288, 16, 8e9),
+    "70 B": (8192, 128_256, 80, 64, 8, 128, 28_672, 140, 70e9),
+    "235 B": (4096, 151_936, 94, 64, 4, 128, 12_288, 470, 22e9),
 }
-TOKENS, DRAFT_VOCABULARY = 100_000_000, 32_000
+TOKENS, DRAFT_VOCABULARY, ROLLOUTS = 100_000_000, 32_000, 7
+# A stated rate, to be replaced by a measured one: 40 % of the 989 TFLOP/s (dense bf16) in the data sheet of an H100 SXM.
+GPUS, FLOPS = 8, 0.4 * 989e12
 PAGE, START, END = Path("docs/scaling.md"), "<!-- figures -->\n", "<!-- end of figures -->"
 
 
 def head_bytes(name: str) -> tuple[int, int]:
     """Parameters of an EAGLE head for a target, and bytes to train it: masters and gradients in fp32, one moment under Muon, two
     under AdamW."""
-    width, vocabulary, blocks, heads, kv_heads, head_dim, intermediate, _ = TARGETS[name]
+    width, vocabulary, blocks, heads, kv_heads, head_dim, intermediate, *_ = TARGETS[name]
     draft = DraftVocabulary(torch.arange(DRAFT_VOCABULARY), vocabulary)
     with torch.device("meta"):
         config = EagleConfig(
@@ -48,11 +50,7 @@ def head_bytes(name: str) -> tuple[int, int]:
         )
         embedding = torch.nn.Embedding(vocabulary, width)
         head = EagleHead(config, draft, embedding)
-    groups = make_optimizer(head, 0.02, 0.002).param_groups
-    numbers = {
-        rule: sum(p.numel() for g in groups if g["rule"] == rule for p in g["params"]) for rule in ("muon", "adamw")
-    }
-    return sum(numbers.values()), 12 * numbers["muon"] + 16 * numbers["adamw"]
+    return sum(p.numel() for p in head.parameters()), training_bytes(head)
 
 
 def figures() -> str:
@@ -67,9 +65,18 @@ def figures() -> str:
         "| target | head | to train it, one rank | per rank of 8, FSDP2 | target's weights |",
         "|---|---|---|---|---|",
     ]
-    for name, (*_, weights) in TARGETS.items():
+    for name, (*_, weights, _) in TARGETS.items():
         count, size = head_bytes(name)
         lines.append(f"| {name} | {count / 1e6:,.0f} M | {size / 1e9:.1f} GB | {size / 8e9:.2f} GB | {weights} GB |")
+    lines += [
+        "",
+        "| target | tokens/s of the cache | 100 M tokens | tokens/s of the training | 100 M tokens |",
+        "|---|---|---|---|---|",
+    ]
+    for name, (*_, used) in TARGETS.items():
+        rates = GPUS * FLOPS / (2 * used), GPUS * FLOPS / (6 * head_bytes(name)[0] * ROLLOUTS)
+        cells = " | ".join(f"{rate:,.0f} | {TOKENS / rate / 3600:.2f} h" for rate in rates)
+        lines.append(f"| {name} | {cells} |")
     return "\n".join(lines)
 
 

@@ -3,7 +3,7 @@
 Knows rows. Does not know tokenizers or how prompts are decoded. Memory: one hash for each held-out prompt.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import xxhash
@@ -25,6 +25,22 @@ def repeated_prompts(train: Rows, held_out: Rows) -> dict[str, int]:
     for row in train.read(range(len(train))):
         trained.update(key for key in _prompts(row) if key in wanted)
     return {"prompts": len(asked), "repeated": sum(key in trained for key in asked)}
+
+
+def begun(train: Rows, prompts: Sequence[Sequence[int]]) -> int:
+    """How many of these prompts (token ids) a training row begins with."""
+    keys = [(len(ids), xxhash.xxh3_64_intdigest(np.asarray(ids, dtype=np.int32).tobytes())) for ids in prompts]
+    lengths, wanted, found = sorted({length for length, _ in keys}), set(keys), set()
+    for row in train.read(range(len(train))):
+        content, start = xxhash.xxh3_64(), 0
+        for length in lengths:
+            if length > len(row.token_ids):
+                break
+            content.update(row.token_ids[start:length].tobytes())
+            start = length
+            if (key := (length, content.intdigest())) in wanted:
+                found.add(key)
+    return sum(key in found for key in keys)
 
 
 def _prompts(row: Row) -> Iterator[int]:

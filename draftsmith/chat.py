@@ -3,7 +3,6 @@
 Knows the terminal; the decoding is `speculative_decode`'s own. A model without a chat template continues the text instead.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,37 +12,12 @@ from rich.text import Text
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decode import Decoded, as_drafter, as_target, prompt_ids, speculative_decode
+from draftsmith.eval.sample import Stream
 from draftsmith.eval.tree import Shape
 from draftsmith.models.target import Target
 
 #: By depth: the first drafted token of a verify, the second, … ; the target's own token is plain.
 DEPTH_STYLES = ("green3", "chartreuse3", "gold3", "orange3", "dark_orange", "red3")
-
-
-class Stream:
-    """Turns token ids into pieces of text as they become complete characters."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._shown = ""
-
-    def piece(self, token: int) -> str:
-        """What this token adds to the text; held back while a character is incomplete."""
-        self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        return "" if text.endswith("\ufffd") else self._beyond(text)
-
-    def rest(self) -> str:
-        """What is still held back, at the end of an answer."""
-        return self._beyond(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
-
-    def _beyond(self, text: str) -> str:
-        """What `text` has beyond what it shares with the text so far: what is printed cannot be taken back."""
-        pairs = zip(self._shown, text, strict=False)
-        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        self._shown = text
-        return text[shared:]
 
 
 def answer(

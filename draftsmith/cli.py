@@ -1,5 +1,6 @@
 """The `draftsmith` command: arguments in, exit code out (0 done, 2 the user's input is wrong, 1 a fault of ours,
-such as a draft whose greedy output differs from plain decoding, 130 and 143 ended by SIGINT and SIGTERM).
+such as a draft whose greedy output differs from plain decoding, 3 a draft that misses a threshold, 130 and 143 ended by SIGINT
+and SIGTERM).
 
 Imports nothing heavy before a command runs, so that `--help` is instant.
 """
@@ -124,11 +125,12 @@ def _check_inputs_of_cache(loaded: "Loaded") -> None:
 
 
 def _print_results(run: Path) -> bool:
-    """Tables and verdict. Returns whether a greedy output differs from plain decoding."""
+    """Tables and verdict. Returns whether a greedy output differs from plain decoding, or training contradicts decoding."""
     from rich.console import Console
 
     from draftsmith.eval.report import console_tables, verdict
     from draftsmith.eval.results import left_out, load_results
+    from draftsmith.evaluate import contradictions
 
     results = load_results(run)
     console = Console(width=None if sys.stdout.isatty() else 120)
@@ -138,7 +140,7 @@ def _print_results(run: Path) -> bool:
         say(f"left out: {', '.join(stale)}")
     judged = verdict(results)
     say(judged.text)
-    return judged.tone == "inexact"
+    return contradictions(run, say) or judged.tone == "inexact"
 
 
 @app.command()
@@ -147,9 +149,9 @@ def demo(overrides: Overrides = None) -> None:
     from draftsmith.config import embedded
 
     run = _run(_load(embedded("demo"), overrides), "report")
-    inexact = _print_results(run)
+    at_fault = _print_results(run)
     say(f"report: {run / 'report.html'}")
-    if inexact:
+    if at_fault:
         raise typer.Exit(1)
 
 
@@ -215,10 +217,39 @@ def train_eagle(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command("eval-acceptance")
-def eval_acceptance(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Measure alpha, tokens per verify, speed and exactness of every draft."""
-    if _print_results(_run(_load(config, overrides), "eval-acceptance")):
-        raise typer.Exit(1)
+def eval_acceptance(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="YAML file of the experiment", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    min_tokens_per_verify: Annotated[float | None, typer.Option(help="exit with 3 below this")] = None,
+    min_alpha: Annotated[float | None, typer.Option(help="exit with 3 below this")] = None,
+    min_speedup: Annotated[float | None, typer.Option(help="exit with 3 below this; 1 is plain decoding")] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="result or run folder; exit with 3 if significantly worse")
+    ] = None,
+    draft: Annotated[list[str] | None, typer.Option(help="judge this draft alone (may be repeated)")] = None,
+    again: Annotated[
+        Path | None, typer.Option(metavar="RESULT", help="measure this result anew and compare; takes no config")
+    ] = None,
+) -> None:
+    """Measure alpha, tokens per verify, speed and exactness of every draft; hold them against thresholds or a saved result."""
+    from draftsmith.evaluate import MISSED, Gates, judge
+    from draftsmith.evaluate import again as measure_again
+
+    if again is not None:
+        if config is not None:
+            raise UserError(f"--again {again}: the result's file says all; leave {config} out")
+        if not measure_again(again, say):
+            raise typer.Exit(1)
+        return
+    if config is None:
+        raise UserError("eval-acceptance: give a config, or --again with a result")
+    run = _run(_load(config, overrides), "eval-acceptance")
+    at_fault = _print_results(run)
+    missed = judge(run, Gates(min_tokens_per_verify, min_alpha, min_speedup, baseline, draft or ()), say)
+    if at_fault or missed:
+        raise typer.Exit(1 if at_fault else MISSED)
 
 
 @app.command()
@@ -260,6 +291,26 @@ def report(
 
 
 @app.command()
+def dashboards(
+    place: Annotated[
+        str, typer.Argument(metavar="RUN_OR_PROJECT", help="run folder, project or entity/project", show_default=False)
+    ],
+    dry_run: Annotated[
+        Path | None, typer.Option("--dry-run", metavar="FILE", help="write what would be made as JSON, make nothing")
+    ] = None,
+) -> None:
+    """Set up the W&B workspace and report of a project."""
+    from draftsmith.dashboards import make_dashboards, write_definition
+
+    if dry_run is not None:
+        write_definition(place, dry_run)
+        say(f"dashboards: {dry_run}")
+        return
+    for address in make_dashboards(place):
+        say(f"dashboards: {address}")
+
+
+@app.command()
 def plan(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -267,11 +318,14 @@ def plan(
         float | None, typer.Option(min=1, help="tokens/s of the target; tells how long caching takes")
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="time one batch of the target for that")] = False,
+    train_tokens_per_second: Annotated[
+        float | None, typer.Option(min=1, help="tokens/s of training; by default what an earlier training here reached")
+    ] = None,
 ) -> None:
     """Say what would run and what it needs; run nothing."""
     from draftsmith.plan import print_plan
 
-    print_plan(_load(config, overrides).config, tokens_per_second, measure)
+    print_plan(_load(config, overrides).config, tokens_per_second, measure, train_tokens_per_second)
 
 
 @app.command("show-mask")
@@ -319,6 +373,36 @@ def cache_repair(config: ConfigPath, overrides: Overrides = None) -> None:
     _check_inputs_of_cache(loaded)
     with RunFolder(loaded.config.run).lock() if is_main() else nullcontext():
         _work(loaded).repair_cache()
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="run folder, such as runs/demo", show_default=False)],
+    draft: Annotated[str, typer.Option(help="name of a trained draft of the run", show_default=False)],
+    to: Annotated[str, typer.Option(help="vllm, sglang, trtllm, speculators or transformers", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="folder to write; none: RUN/export/FORMAT/DRAFT")] = None,
+) -> None:
+    """Write a trained draft as the folder that a serving engine loads, with the line that starts it."""
+    from draftsmith.serving import export_run
+
+    export_run(run, draft, to, out, say)
+
+
+@app.command("import")
+def import_(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="a published head: EAGLE, EAGLE-3, Medusa", show_default=False)
+    ],
+    target: Annotated[str, typer.Option(help="folder or hub name of the target that it is for", show_default=False)],
+    out: Annotated[Path, typer.Option(help="folder of the imported head", show_default=False)],
+    nested_ids: Annotated[
+        str, typer.Option(help="what ids below eagle_config count: output or input of blocks")
+    ] = "output",
+) -> None:
+    """Read a head that somebody else trained (SafeAILab, vLLM, speculators, SGLang), to evaluate it or train on from it."""
+    from draftsmith.serving import import_head
+
+    import_head(folder, target, out, nested_ids, say)
 
 
 @app.command()

@@ -19,14 +19,21 @@ from draftsmith.stages import TRAINED, Work, stage_units
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import nn
 
     from draftsmith.models.target import Target
 
 
-def print_plan(config: Config, tokens_per_second: float | None = None, measure: bool = False) -> None:
+def print_plan(
+    config: Config,
+    tokens_per_second: float | None = None,
+    measure: bool = False,
+    train_tokens_per_second: float | None = None,
+) -> None:
     """Stages with the reason why each would run, then models and cache. Raises UserError for what cannot work.
 
-    The time of caching is told at the rate `tokens_per_second`, or at that of one batch of the target if `measure`.
+    The time of caching is told at the rate `tokens_per_second`, or at that of one batch of the target if `measure`; that of
+    training at `train_tokens_per_second`, or at the rate of the draft's last training in this run folder.
     """
     work, folder = Work(config, print), RunFolder(config.run)
     reasons = schedule(stage_units(config, work), folder)
@@ -38,15 +45,35 @@ def print_plan(config: Config, tokens_per_second: float | None = None, measure: 
     console = Console()
     console.print(table)
     target = shape_of_target(config, work)
-    models = Table(title="parameters", title_justify="left", title_style="bold", show_header=False)
-    models.add_column("model")
-    models.add_column("parameters", justify="right")
-    for name, count in parameters(config, target, work).items():
-        models.add_row(name, f"{count:,}")
-    console.print(models)
+    console.print(_models(config, target, work, train_tokens_per_second))
     if measure and tokens_per_second is None:
         tokens_per_second = _measured_rate(config, work, trained=not reasons["target"])
     console.print(_cache_line(config, target, not reasons["prepare"], tokens_per_second))
+
+
+def _models(config: Config, target: "Target", work: Work, rate: float | None) -> Table:
+    """What every model takes: numbers, memory to train it on one rank (FSDP2 divides that by the ranks), and time."""
+    from draftsmith.train.optim import training_bytes
+
+    table = Table(title="models", title_justify="left", title_style="bold")
+    table.add_column("model")
+    for column in ("parameters", "memory to train", "time", "tokens/s"):
+        table.add_column(column, justify="right")
+    table.add_row("target", f"{_count(target.model):,}")
+    tokens = {TRAINED: config.distill.tokens} | {name: head.tokens for name, head in config.eagle.items()}
+    for name, model in drafts(config, target, work).items():
+        speed = rate or _last_rate(config.run / ("draft" if name == TRAINED else f"eagle/{name}") / "training.jsonl")
+        time = (_duration(tokens[name] / speed), f"{speed:,.0f}") if speed else ()
+        table.add_row(name, f"{_count(model):,}", f"{training_bytes(model) / 1e9:,.2f} GB", *time)
+    return table
+
+
+def _last_rate(log: Path) -> float | None:
+    """Tokens/s at the end of a training that was done here; None where there was none."""
+    try:
+        return float(json.loads(log.read_text(encoding="utf-8").splitlines()[-1])["tokens_per_second"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def shape_of_target(config: Config, work: Work) -> "Target":
@@ -109,8 +136,8 @@ def _hub_answers() -> bool:
         return False
 
 
-def parameters(config: Config, target: "Target", work: Work) -> dict[str, int]:
-    """Stored numbers of the target and of every draft that would be trained, all without memory of their own."""
+def drafts(config: Config, target: "Target", work: Work) -> dict[str, "nn.Module"]:
+    """Every draft that would be trained, without memory of its own."""
     import torch
 
     from draftsmith.models.draft import DraftLM
@@ -125,19 +152,18 @@ def parameters(config: Config, target: "Target", work: Work) -> dict[str, int]:
     else:
         with torch.device("meta"):
             draft = new_draft(target, config.distill, config.seed)
-    counts = {"target": _count(target.model), TRAINED: _count(draft.model)}
+    found: dict[str, nn.Module] = {TRAINED: draft.model}
     for name, settings in config.eagle.items():
         size = settings.draft_vocabulary  # how many tokens a share of them takes is known once they are counted
         size = target.vocabulary if size is None or isinstance(size, float) else min(size, target.vocabulary)
         vocabulary = DraftVocabulary(torch.arange(size), target.vocabulary)  # which tokens does not matter here
         bare = settings.model_copy(update={"head_from_target": False})
         with torch.device("meta"):
-            head = new_head(target, taps, vocabulary, bare)
-        counts[name] = _count(head)
-    return counts
+            found[name] = new_head(target, taps, vocabulary, bare)
+    return found
 
 
-def _count(module: Any) -> int:
+def _count(module: "nn.Module") -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 

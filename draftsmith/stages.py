@@ -19,7 +19,7 @@ from rich.table import Table
 from draftsmith.config import Config
 from draftsmith.environment import describe_environment
 from draftsmith.errors import UserError, first_line
-from draftsmith.eval.results import SCHEMA, YARDSTICKS
+from draftsmith.eval.results import YARDSTICKS
 from draftsmith.files import publish_json, publish_text
 from draftsmith.progress import ticker
 from draftsmith.run import Unit, stamp
@@ -28,9 +28,10 @@ from draftsmith.tracking import Tracking
 if TYPE_CHECKING:
     from draftsmith.data.cache.online import AnyCache
     from draftsmith.data.documents import Documents
-    from draftsmith.data.rows import Rows
+    from draftsmith.data.rows import Row, Rows
     from draftsmith.eval.acceptance import PlainRuns
     from draftsmith.eval.drafters import Drafter
+    from draftsmith.eval.prompts import Prompt
     from draftsmith.models.target import Target
 
 STAGES = ("target", "prepare", "cache", "distill", "train-eagle", "eval-acceptance", "tune", "report")
@@ -74,13 +75,15 @@ def stage_units(config: Config, work: "Work") -> list[Unit]:
             Unit(
                 "train-eagle",
                 name,
-                {"eagle": _lasting(settings), "seed": seed},
+                {"eagle": _lasting(settings), "seed": seed} | _started(config.eagle[name].start),
                 TRAINING_INPUTS,
                 (f"eagle/{name}",),
                 train,
                 ranks=True,
             )
         )
+    if config.evaluation.questions is not None:
+        resolved["evaluation"]["content"] = stamp(Path(config.evaluation.questions).expanduser(), content=True)
     measured = {key: value for key, value in resolved["evaluation"].items() if key != "drafts"}
     for draft in dict.fromkeys(config.evaluation.drafts):
         inputs = ("target", "prepare", *_trained_by(draft, config))
@@ -146,6 +149,11 @@ def _drafts_read(config: Config) -> list[str]:
     """Marks of the drafts that distillation starts from or compares with."""
     selective = config.distill.selective
     return _stamps(config.distill.checkpoint, None if selective is None else selective.reference)
+
+
+def _started(folder: str | None) -> dict[str, Any]:
+    """The mark of the head that a training starts from; nothing where there is none."""
+    return {} if folder is None else {"content": _stamps(folder)}
 
 
 def _stamps(*paths: str | None) -> list[str]:
@@ -239,10 +247,26 @@ class Work:
         return reader
 
     @functools.cached_property
-    def prompts(self) -> dict[str, list[list[int]]]:
-        from draftsmith.eval.acceptance import held_out_prompts
+    def prompts(self) -> dict[str, list["Prompt"]]:
+        """What is decoded: the user's questions, or held-out rows. Says what is odd about them."""
+        from draftsmith.data.contamination import begun
+        from draftsmith.eval.acceptance import held_out_prompts, questions
+        from draftsmith.eval.prompts import Writer
 
-        return held_out_prompts(self.rows("held_out"), self.config.evaluation, self.target.context)
+        settings = self.config.evaluation
+        found: dict[str, list[Prompt]] = {}
+        if settings.questions is None:
+            held_out = held_out_prompts(self.rows("held_out"), settings, self.target.context)
+            found.update({domain: list(asked) for domain, asked in held_out.items()})
+        else:
+            found, remarks = questions(self.target, settings)
+            for remark in remarks:
+                self.say(f"eval-acceptance: {remark}")
+        writer = Writer(self.target, settings.template)
+        ids = [writer.first(prompt) for asked in found.values() for prompt in asked]
+        if repeated := begun(self.rows("train"), ids):
+            self.say(f"eval-acceptance: warning: {repeated} of {len(ids)} prompts also begin training rows")
+        return found
 
     @functools.cached_property
     def plain(self) -> "PlainRuns":
@@ -388,30 +412,51 @@ class Work:
     def evaluate(self, draft: str) -> None:
         """One draft's acceptance, speed and exactness, as `eval/<draft>.json`."""
         from draftsmith.eval.acceptance import evaluate
+        from draftsmith.eval.depth_one import depth_one, on_texts
+        from draftsmith.evaluate import document, trained_match
 
         settings = self.config.evaluation
-        total = len(settings.temperatures) * sum(map(len, self.prompts.values()))
+        total = len(settings.rounds()) * sum(map(len, self.prompts.values()))
         drafter, about = self._drafter(draft)
+        texts = self._texts()
         with ticker(f"eval-acceptance {draft}", total, "prompts") as progress:
-            results = evaluate(self.target, drafter, self.prompts, settings, self.plain, progress.advance)
-        document = {
-            "schema": SCHEMA,
-            "draft": about,
-            "target": {"path": self.config.target.path or "target", "fingerprint": self.target.fingerprint()},
-            "settings": settings.model_dump(mode="json", exclude={"drafts"}),
-            "results": results,
-        }
-        publish_json(self.run / "eval" / f"{draft}.json", document)
+            results = evaluate(self.target, drafter, self.prompts, settings, self.plain, progress.advance, texts)
+        path = self.config.target.path or "target"
+        found = document(self.target, about, path, settings, self.prompts, results)
+        trained = held_out = None
+        if draft == TRAINED or draft in self.config.eagle:
+            trained = trained_match(self.run / "draft" if draft == TRAINED else self.run / "eagle" / draft)
+            rows = self.config.eagle.get(draft, self.config.distill).held_out_rows
+            held_out = on_texts(self.target, drafter, self._first_held_out(rows))
+        publish_json(self.run / "eval" / f"{draft}.json", found | {"depth_one": depth_one(results, trained, held_out)})
+        self.tracking.results(draft, results)
+
+    def _texts(self) -> list["Row"]:
+        """The first held-out rows of every domain that is evaluated, as many as the evaluation wants."""
+        rows, chosen = self.rows("held_out"), []
+        wanted = dict.fromkeys(self.prompts, self.config.evaluation.held_out_rows)
+        for index in range(len(rows)):
+            if wanted.get(domain := rows.domain(index)):
+                wanted[domain] -= 1
+                chosen.append(rows[index])
+        return chosen
+
+    def _first_held_out(self, count: int) -> list["Row"]:
+        rows = self.rows("held_out")
+        return [rows[index] for index in range(min(count, len(rows)))]
 
     def tune(self) -> None:
         """The best draft and setting for this target and workload: tune.json and skill-speculative-tuning.md."""
+        from draftsmith.eval.prompts import Writer
         from draftsmith.eval.skill import skill_page
         from draftsmith.eval.tune import Tuner
 
         found = {name: self._drafter(name) for name in served(self.config)}
         drafters = {name: drafter for name, (drafter, _) in found.items()}
         about = {name: about | {"taps": list(drafters[name].taps)} for name, (_, about) in found.items()}
-        tuner = Tuner(self.target, drafters, self.prompts, self.config.tune, self.config.evaluation, self.say)
+        writer = Writer(self.target, self.config.evaluation.template)
+        prompts = {domain: [writer.first(prompt) for prompt in asked] for domain, asked in self.prompts.items()}
+        tuner = Tuner(self.target, drafters, prompts, self.config.tune, self.config.evaluation, self.say)
         document = tuner.run() | {"drafts": about}
         document["target"]["path"] = self.config.target.path or "RUN/target"
         publish_json(self.run / "tune.json", document)
@@ -438,8 +483,11 @@ class Work:
     def report(self) -> None:
         """The page, and where it was made."""
         from draftsmith.eval.report import build_report
+        from draftsmith.eval.results import load_results
 
-        self.say(f"report: {build_report(self.run)}")
+        page = build_report(self.run)
+        self.tracking.report(load_results(self.run), page)
+        self.say(f"report: {page}")
 
     def write_environment(self) -> None:
         """environment.json: what the run's numbers were made on."""

@@ -1,21 +1,28 @@
-"""Training curves to trackers (W&B, TensorBoard, trackio), through the tracker classes of `accelerate`.
+"""Training curves and evaluations to trackers (W&B, TensorBoard, trackio), through the tracker classes of `accelerate`.
 
 Tracking is a convenience: the curves are in the run folder anyway. So a tracker that fails, at the start or in mid-run,
-is a warning and training goes on. The classes are used without an `Accelerator`: its state is global, and the training
-loop's own must be free to choose precision and devices.
+is a warning and training goes on. What is logged under which names says `draftsmith.tracked`. The classes are used without
+an `Accelerator`: its state is global, and the training loop's own must be free to choose precision and devices.
 """
 
 import importlib.util
+import io
 import netrc
 import os
+import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.errors import UserError
 from draftsmith.settings import flat, without_secrets
+from draftsmith.tracked import evaluation_values
+
+if TYPE_CHECKING:
+    from draftsmith.eval.figures import Plot
+    from draftsmith.eval.results import Result
 
 Log = Callable[[dict[str, float], int], None]
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
@@ -49,6 +56,21 @@ class Tracking:
             self._each(lambda tracker: tracker.log(named, step=base + step))
 
         return log
+
+    def results(self, draft: str, entries: Sequence[dict[str, Any]]) -> None:
+        """The numbers of one draft's evaluation (`results` of docs/conventions.md)."""
+        values = {name: value for entry in entries for name, value in evaluation_values(draft, entry).items()}
+        step, self._step = self._step, self._step + 1
+        self._each(lambda tracker: tracker.log(values, step=step))
+
+    def report(self, results: "Sequence[Result]", page: Path) -> None:
+        """The run's results as tables, n_alpha as pictures, and the page: whole where a tracker can hold them."""
+        from draftsmith.eval.heat_maps import heat_maps
+
+        rows, depths = result_rows(results), depth_rows(results)
+        step, self._step = self._step, self._step + 1
+        pictures = heat_maps(results) if self._names else []
+        self._each(lambda tracker: _log_report(tracker, rows, depths, pictures, page, step))
 
     def close(self) -> None:
         """Let every tracker write what it still holds."""
@@ -110,8 +132,74 @@ class Tracking:
             "name": f"{self._run.name} {time.strftime('%Y-%m-%d %H:%M')}",
             "dir": str(self._run),
             "mode": mode,
+            "group": self._run.name,  # the commands of one run folder stand together
             "settings": quiet,
         }
+
+
+Rows = tuple[list[str], list[list[Any]]]  # columns, and a value for each
+
+
+def result_rows(results: "Sequence[Result]") -> Rows:
+    """One row per result: what it is of, and each metric with its interval and count."""
+    columns = ["draft", "domain", "temperature", "drafting", "K", "tree", "prompts", "verifies", "identical"]
+    metrics = ("alpha", "tokens_per_verify", "speedup")
+    rows = []
+    for result in results:
+        same = None if result.identical is None else "/".join(map(str, result.identical))
+        setting = [result.temperature, result.drafting, result.K, result.tree, result.prompts, result.verifies, same]
+        measures = [getattr(result, metric) for metric in metrics]
+        numbers = [
+            value for m in measures for value in ((None,) * 4 if m is None else (m.value, m.low, m.high, m.count))
+        ]
+        rows.append([result.draft, result.domain, *setting, *numbers])
+    return [*columns, *(f"{m}{side}" for m in metrics for side in ("", "_low", "_high", "_count"))], rows
+
+
+def depth_rows(results: "Sequence[Result]") -> Rows:
+    """n_alpha: one row per result and position."""
+    columns = ["draft", "domain", "temperature", "drafting", "position", "n_alpha", "low", "high", "count"]
+    return columns, [
+        [r.draft, r.domain, r.temperature, r.drafting, k, measure.value, measure.low, measure.high, measure.count]
+        for r in results
+        for k, measure in enumerate(r.n_alpha)
+    ]
+
+
+def _log_report(tracker: Any, rows: Rows, depths: Rows, heat_maps: "Sequence[Plot]", page: Path, step: int) -> None:
+    from matplotlib.image import imread
+
+    pictures = [(imread(io.BytesIO(plot.png))[..., :3] * 255).round().astype("uint8") for plot in heat_maps]
+    tables = {"eval/results": rows, "eval/n_alpha": depths}
+    if tracker.name == "wandb":
+        import wandb
+
+        images = [wandb.Image(picture, caption=plot.title) for picture, plot in zip(pictures, heat_maps, strict=True)]
+        values = {name: wandb.Table(columns=columns, data=data) for name, (columns, data) in tables.items()}
+        pages = {
+            "eval/n_alpha_heat_map": images,
+            "eval/report": wandb.Html(page.read_text(encoding="utf-8"), inject=False),
+        }
+        tracker.run.log(values | pages, step=step)
+        artifact = wandb.Artifact(f"{_artifact_name(page.parent.name)}-report", type="report")
+        artifact.add_file(str(page))
+        tracker.run.log_artifact(artifact)
+    elif tracker.name == "tensorboard":
+        for name, (columns, data) in tables.items():
+            tracker.writer.add_text(name, _markdown(columns, data), step)
+        for number, picture in enumerate(pictures):
+            tracker.writer.add_image(f"eval/n_alpha_heat_map/{number}", picture, step, dataformats="HWC")
+        tracker.writer.flush()
+    # trackio holds numbers alone.
+
+
+def _artifact_name(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", text)
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    cells = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in cells)
 
 
 def has_account() -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import Committed, Drafter, NoDraft
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import Dynamic, Proposal, Shape, Static, chain, chain_shape
@@ -138,11 +138,9 @@ def measure(
                     target,
                     timed,
                     some,
-                    shape=shape,
-                    sampler=sampler(shape),
-                    max_new_tokens=tokens,
-                    eos_ids=frozenset(),
-                    seed=repetition,
+                    Decoding(
+                        shape=shape, sampler=sampler(shape), max_new_tokens=tokens, eos_ids=frozenset(), seed=repetition
+                    ),
                 )
             _note(found[key], timed, timed.first - started)
     return found

@@ -4,6 +4,7 @@
 Knows nothing of files, domains or metrics; it records what `draftsmith.eval.metrics` needs.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval import rules
 from draftsmith.eval.drafters import Committed, Drafter, EagleDrafter, LMDrafter, MedusaDrafter, NoDraft
 from draftsmith.eval.sampling import Sampler
-from draftsmith.eval.tree import Proposal, Shape, chain_shape
+from draftsmith.eval.tree import Proposal, Shape, as_shape, depths_of
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import KINDS, EagleHead
 from draftsmith.models.heads import check_target, head_kind
@@ -32,7 +33,8 @@ class Verify:
 
     drafted: tokens on the drafted path (the tree's depth); accepted: how many of them stayed; emitted: accepted + 1 unless cut by
     EOS or the length cap; overlaps: acceptance probability at each drafted position reached (see `rules.Accepted`); hits: whether
-    each of these was accepted. Positions beyond a cut are not reached.
+    each of these was accepted; ranks: of each accepted token among its siblings, the first drafted is 0. Positions beyond a cut
+    are not reached.
     """
 
     drafted: int
@@ -40,6 +42,7 @@ class Verify:
     emitted: int
     overlaps: tuple[float, ...]
     hits: tuple[bool, ...]
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass
@@ -76,74 +79,85 @@ class Ends:
         return any(string in text for string in self.stop)
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """How texts are decoded. shape: of what is drafted for each verify; sampler: p, and how drafts are drawn; a text ends after an
+    EOS token (eos_ids, None: the target's), a stop string (kept), or `max_new_tokens`; seed: of the random streams."""
+
+    shape: Shape
+    sampler: Sampler
+    max_new_tokens: int
+    seed: int | None = 0
+    eos_ids: frozenset[int] | None = None
+    stop: str | Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens {self.max_new_tokens}: must be at least 1")
+        if "" in self.stop_strings:
+            raise UserError("stop: an empty string ends every text; leave it out")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def ends(self, target: Target) -> Ends:
+        eos_ids, strings = target.eos_ids if self.eos_ids is None else self.eos_ids, self.stop_strings
+        return Ends(eos_ids, self.max_new_tokens, strings, target.tokenizer if strings else None)
+
+
 @torch.inference_mode()
 def decode(
     target: Target,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
+    how: Decoding,
     *,
-    shape: Shape,
-    sampler: Sampler,
-    max_new_tokens: int,
-    seed: int | None = 0,
     names: Sequence[int] | None = None,
-    eos_ids: frozenset[int] | None = None,
-    stop: str | Sequence[str] = (),
     on_tokens: Callable[[int, list[int], int], None] | None = None,
 ) -> list[Decoded]:
-    """Decode every prompt until EOS, a stop string (kept) or `max_new_tokens`.
+    """Decode every prompt to its end.
 
-    Each prompt's random stream is made from `seed` and its name (default: its index), so that the result does not depend on
+    Each prompt's random stream is made from the seed and its name (default: its index), so that the result does not depend on
     how prompts are batched. `on_tokens(prompt, tokens, accepted)` is called after every verify with the new tokens, of which the
     first `accepted` were drafted. Raises UserError for an empty prompt or one that does not fit the target's context.
     """
-    _check(target, prompts, shape, max_new_tokens)
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
-    if "" in strings:
-        raise UserError("stop: an empty string ends every text; leave it out")
-    tokenizer = target.tokenizer if strings else None
-    ends = Ends(target.eos_ids if eos_ids is None else eos_ids, max_new_tokens, strings, tokenizer)
+    _check(target, prompts, how)
+    sampler, ends = copy.copy(how.sampler), how.ends(target)
     results = [Decoded(list(prompt), lossless=sampler.lossless) for prompt in prompts]
     active = list(range(len(prompts)))
-    sampler.start(seed, list(names) if names is not None else active)
-    longest = max(map(len, prompts)) + max_new_tokens + max(shape.run, drafter.most_nodes) + 1
-    target_cache = target.new_cache(len(prompts), longest)
-    drafter.begin(len(prompts), longest)
+    sampler.start(how.seed, active if names is None else list(names))
+    capacity = max(map(len, prompts)) + how.max_new_tokens + max(how.shape.run, drafter.most_nodes) + 1
+    cache = target.new_cache(len(prompts), capacity)
+    drafter.begin(len(prompts), capacity)
     # Prefill all but the last token of each prompt: that one is pending, and the first verify reads it.
-    committed = _prefill(target, drafter, target_cache, [result.prompt for result in results])
+    committed = _prefill(target, drafter, cache, [result.prompt for result in results])
 
     while active:
         # 1. Draft: a tree of tokens below the pending one, and the q that each was drawn from.
-        proposal = drafter.propose(committed, shape, sampler)
+        tree = drafter.propose(committed, how.shape, sampler)
 
         # 2. Verify: the target reads the whole tree in one forward; p is its distribution after every node.
-        out = target.forward(
-            proposal.tokens, drafter.taps, cache=target_cache, visible=proposal.visible, depths=proposal.depths
-        )
-        assert out.logits is not None
-        out.logits[..., target.usable :] = float("-inf")  # rows of the head that pad the vocabulary are no tokens
-        drafter.observe(out.logits)
+        out = target.forward(tree.tokens, drafter.taps, cache=cache, visible=tree.visible, depths=tree.depths)
+        logits = target.only_tokens(out.logits)
+        drafter.observe(logits)
 
         # 3. Accept the longest lossless path, and emit one more token: the residual's or the bonus.
         texts = [(results[row].prompt, results[row].tokens) for row in active]
-        accepted = _accept(proposal, sampler.penalised(out.logits, texts, proposal), sampler)
+        accepted = _accept(tree, sampler.penalised(logits, texts, tree), sampler)
         for index, row in enumerate(active):
-            new = _emit(results[row], proposal, index, accepted[index], ends)
+            new = _emit(results[row], *tree.rows[index], accepted[index], ends)
             if on_tokens is not None:
                 on_tokens(row, new, results[row].trace[-1].accepted)
 
         # 4. Keep the path's keys, values and states; drop those of all other nodes, and the rows that are done.
-        path, counts = _padded_paths(accepted)
-        target_cache.commit(path, counts)
-        rows = torch.arange(len(active))[:, None]
-        taps = None if out.taps is None else out.taps[rows, path]
-        committed = Committed(
-            [results[row].prompt + results[row].tokens for row in active], out.last[rows, path], taps, counts
-        )
+        paths = [row.path for row in accepted]
+        cache.commit(paths)
+        committed = Committed.along(paths, [results[row].prompt + results[row].tokens for row in active], out)
         going = [index for index, row in enumerate(active) if not results[row].finish_reason]
         if 0 < len(going) < len(active):
             keep = torch.tensor(going)
-            target_cache.select(keep)
+            cache.select(keep)
             drafter.keep(keep)
             committed = committed.select(keep)
             sampler.streams = [sampler.streams[index] for index in going]
@@ -151,18 +165,16 @@ def decode(
     return results
 
 
-def _check(target: Target, prompts: Sequence[Sequence[int]], shape: Shape, max_new_tokens: int) -> None:
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens {max_new_tokens}: must be at least 1")
+def _check(target: Target, prompts: Sequence[Sequence[int]], how: Decoding) -> None:
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise UserError(f"prompt {index} is empty: it needs at least one token")
         if wrong := [token for token in prompt if not 0 <= token < target.vocabulary]:
             raise UserError(f"prompt {index} holds token {wrong[0]}; the target has 0 to {target.vocabulary - 1}")
-        if len(prompt) + max_new_tokens + shape.depth > target.context:
+        if len(prompt) + how.max_new_tokens + how.shape.depth > target.context:
             raise UserError(
-                f"prompt {index} has {len(prompt)} tokens; with max_new_tokens {max_new_tokens} and {shape.depth} drafted that "
-                f"exceeds the target's context of {target.context}"
+                f"prompt {index} has {len(prompt)} tokens; with max_new_tokens {how.max_new_tokens} and {how.shape.depth} drafted "
+                f"that exceeds the target's context of {target.context}"
             )
 
 
@@ -179,29 +191,24 @@ def _prefill(target: Target, drafter: Drafter, cache: KVCache, prompts: list[lis
     return Committed(prompts, out.last, out.taps, counts)
 
 
-def _accept(proposal: Proposal, logits: Tensor, sampler: Sampler) -> list[rules.Accepted]:
+def _accept(tree: Proposal, logits: Tensor, sampler: Sampler) -> list[rules.Accepted]:
     """Apply the acceptance rule to every row. logits: [B, n, V]."""
-    sizes = proposal.sizes.tolist()
-    tokens = proposal.tokens.tolist()
-    parents = proposal.parents.expand(len(sizes), -1).tolist()
     if sampler.greedy:
         best = logits.argmax(-1).tolist()
-        return [rules.greedy(t[:n], u[:n], b) for t, u, b, n in zip(tokens, parents, best, sizes, strict=True)]
+        return [rules.greedy(*nodes, following) for nodes, following in zip(tree.rows, best, strict=True)]
     p = sampler.probabilities(logits).numpy()
     if sampler.typical is not None:
-        epsilon, delta = sampler.typical
-        return [
-            rules.typical(tokens[i][:n], parents[i][:n], p[i], epsilon, delta, sampler.streams[i])
-            for i, n in enumerate(sizes)
-        ]
-    q = proposal.q.numpy() if proposal.q is not None else [None] * len(sizes)
-    return [rules.rejection(tokens[i][:n], parents[i][:n], p[i], q[i], sampler.streams[i]) for i, n in enumerate(sizes)]
+        rows = zip(tree.rows, p, sampler.streams, strict=True)
+        return [rules.typical(*nodes, after, *sampler.typical, stream) for nodes, after, stream in rows]
+    q = tree.q.numpy() if tree.q is not None else [None] * len(p)
+    every = zip(tree.rows, p, q, sampler.streams, strict=True)
+    return [rules.rejection(*nodes, after, before, stream) for nodes, after, before, stream in every]
 
 
-def _emit(result: Decoded, proposal: Proposal, index: int, accepted: rules.Accepted, ends: Ends) -> list[int]:
+def _emit(result: Decoded, tokens: list[int], parents: list[int], accepted: rules.Accepted, ends: Ends) -> list[int]:
     """Append a row's new tokens, cut where the text ends, and record the step."""
     new: list[int] = []
-    for token in [*(int(proposal.tokens[index, node]) for node in accepted.path[1:]), accepted.following]:
+    for token in [*(tokens[node] for node in accepted.path[1:]), accepted.following]:
         new.append(token)
         result.tokens.append(token)
         result.finish_reason = ends(result.tokens)
@@ -209,16 +216,10 @@ def _emit(result: Decoded, proposal: Proposal, index: int, accepted: rules.Accep
             break
     kept = min(len(accepted.path) - 1, len(new))
     hits = tuple(k < len(accepted.path) - 1 for k in range(len(accepted.overlaps)))[: len(new)]
-    depth = int(proposal.depths.expand(len(proposal.sizes), -1)[index, : int(proposal.sizes[index])].max())
-    result.trace.append(Verify(depth, kept, len(new), tuple(accepted.overlaps[: len(new)]), hits))
+    ranks = tuple(parents[:node].count(parents[node]) for node in accepted.path[1:])[:kept]
+    depth = max(depths_of(parents))
+    result.trace.append(Verify(depth, kept, len(new), tuple(accepted.overlaps[: len(new)]), hits, ranks))
     return new
-
-
-def _padded_paths(accepted: list[rules.Accepted]) -> tuple[Tensor, Tensor]:
-    """Paths [B, m] padded with their last node, and their lengths [B]."""
-    counts = torch.tensor([len(a.path) for a in accepted])
-    width = int(counts.max())
-    return torch.tensor([a.path + [a.path[-1]] * (width - len(a.path)) for a in accepted]), counts
 
 
 def speculative_decode(
@@ -229,7 +230,7 @@ def speculative_decode(
     temperature: float = 0.0,
     max_new_tokens: int = 128,
     *,
-    tree: Shape | None = None,
+    tree: Shape | str | Sequence[int] | None = None,
     seed: int | None = None,
     stop: str | Sequence[str] = (),
     on_tokens: Callable[[int, list[int], int], None] | None = None,
@@ -237,22 +238,14 @@ def speculative_decode(
 ) -> Decoded:
     """Decode one prompt with a draft; the output follows the target's own distribution exactly.
 
-    target: a `Target`, a `transformers` causal LM, or a path. draft: a `Drafter`, `DraftLM`, `EagleHead`, `transformers` causal LM,
-    path of any of these, or None for plain decoding. prompt: text, token ids, or chat messages. tree: what to draft instead of a
-    chain of K. sampling: further fields of `Sampler` (top_k, top_p, min_p, repetition_penalty …). Raises UserError.
+    target: a `Target`, a `transformers` causal LM, or a path. draft: a `Drafter`, `DraftLM`, `EagleHead`, `MedusaHeads`,
+    `transformers` causal LM, path of any of these, or None for plain decoding. prompt: text, token ids, or chat messages. tree:
+    None for a chain of K, a "static" or "dynamic" tree of depth K, the parent of each node, or a shape. sampling: further fields
+    of `Sampler` (top_k, top_p, min_p, repetition_penalty …). Raises UserError.
     """
     target = as_target(target)
-    result = decode(
-        target,
-        as_drafter(draft, target),
-        [prompt_ids(target, prompt)],
-        shape=chain_shape(K) if tree is None else tree,
-        sampler=Sampler(temperature, **sampling),
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        stop=stop,
-        on_tokens=on_tokens,
-    )[0]
+    how = Decoding(as_shape(tree, K), Sampler(temperature, **sampling), max_new_tokens, seed, stop=stop)
+    result = decode(target, as_drafter(draft, target), [prompt_ids(target, prompt)], how, on_tokens=on_tokens)[0]
     if target.has_tokenizer:
         result.text = target.tokenizer.decode(result.tokens)
     return result

@@ -17,7 +17,7 @@ from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import Proposal, Shape, chain
 from draftsmith.models.eagle import Attend, EagleHead
 from draftsmith.models.kv import KVCache, attention_mask
-from draftsmith.models.lm import LanguageModel
+from draftsmith.models.lm import LanguageModel, LMOutput
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.vocabulary import DraftVocabulary
 
@@ -35,6 +35,19 @@ class Committed:
     taps: Tensor | None
     counts: Tensor
 
+    @classmethod
+    def along(cls, paths: list[list[int]], tokens: list[list[int]], out: LMOutput) -> "Committed":
+        """After a verify: `out` is the target's of the whole tree, and each row keeps the nodes on its path."""
+        counts = [len(path) for path in paths]
+        width = max(counts)
+        if all(path[-1] == len(path) - 1 for path in paths):  # the first nodes of each
+            taps = None if out.taps is None else out.taps[:, :width]
+            return cls(tokens, out.last[:, :width], taps, torch.tensor(counts))
+        nodes = torch.tensor([path + [path[-1]] * (width - len(path)) for path in paths])
+        rows = torch.arange(len(paths))[:, None]
+        taps = None if out.taps is None else out.taps[rows, nodes]
+        return cls(tokens, out.last[rows, nodes], taps, torch.tensor(counts))
+
     def select(self, rows: Tensor) -> "Committed":
         """The same of these rows only."""
         counts = self.counts[rows]
@@ -44,9 +57,11 @@ class Committed:
 
 
 class Drafter:
-    """The contract of everything that drafts. `taps`: the target's block outputs that `propose` wants to see."""
+    """The contract of everything that drafts. `taps`: the target's block outputs that `propose` wants to see; own_tree: what
+    results call its proposals if they do not take the shape that is asked for."""
 
     taps: tuple[int, ...] = ()
+    own_tree: str = ""
     most_nodes: int = 0  # of a proposal that does not keep to the shape asked for
 
     def begin(self, batch: int, capacity: int) -> None:
@@ -70,6 +85,8 @@ class Drafter:
 class NoDraft(Drafter):
     """Proposes nothing: speculative decoding with it is plain decoding."""
 
+    own_tree = "none"
+
     def propose(self, committed: Committed, shape: Shape, sampler: Sampler) -> Proposal:
         return chain(_pending(committed)[:, None])
 
@@ -92,21 +109,22 @@ class LMDrafter(Drafter):
         states = self.model.forward(ids, cache=self.cache, want_logits=False).last
         self.cache.set_lengths(self.cache.lengths + counts)
         self._run = self._run_parents = ids[:, :0]
-        logits = self._only_tokens(self.model.head(_at_last(states, counts)))
+        logits = self.model.only_tokens(self.model.head(_at_last(states, counts)))
+        self._newest = logits
         return grow(self, _pending(committed), logits, shape, sampler)
 
     def extend(self, tokens: Tensor, parents: Tensor, visible: Tensor, depth: int) -> Tensor:
         depths = torch.full((1, tokens.shape[1]), depth - 1)
-        logits = self.model.forward(tokens, cache=self.cache, visible=visible, depths=depths).logits
-        assert logits is not None
+        out = self.model.forward(tokens, cache=self.cache, visible=visible, depths=depths)
         self.cache.hold(self.cache.lengths[:, None] + depths)
         self._run, self._run_parents = torch.cat([self._run, tokens], 1), torch.cat([self._run_parents, parents], 1)
-        return self._only_tokens(logits)
-
-    def _only_tokens(self, logits: Tensor) -> Tensor:
-        """No mass on rows that only pad the draft's vocabulary: the target would never accept it."""
-        logits[..., self.model.usable :] = float("-inf")
+        logits = self.model.only_tokens(out.logits)
+        self._newest = logits[:, -1]
         return logits
+
+    def confidence(self) -> Tensor:
+        """[B]: the draft's probability of the token that it would choose, which a calibrated draft's acceptance equals."""
+        return self._newest.softmax(-1).amax(-1)
 
     def keep(self, rows: Tensor) -> None:
         self.cache.select(rows)
@@ -126,8 +144,7 @@ class LMDrafter(Drafter):
                     break
                 path.append(found)
             paths.append(path)
-        path_ids, counts = _pad(paths)
-        self.cache.commit(path_ids, counts)
+        self.cache.commit(paths)
 
 
 class EagleDrafter(Drafter):
@@ -209,6 +226,8 @@ class MedusaDrafter(Drafter):
 
 class PromptLookup(Drafter):
     """Proposes what followed the most recent earlier occurrence of the text's last n tokens (n = 3, then 2, then 1)."""
+
+    own_tree = "chain"
 
     def __init__(self, longest: int = 3) -> None:
         self.longest = longest

@@ -4,18 +4,18 @@ Knows decoding and one prompt. A finite sample of p differs from p: both distanc
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import Drafter
 from draftsmith.eval.sampling import Sampler
-from draftsmith.eval.tree import chain_shape
+from draftsmith.eval.tree import Shape, chain_shape
 from draftsmith.models.target import Target
 
-AT_ONCE = 500
+AT_ONCE = 250
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,16 @@ class FirstTokenLaw:
 
 
 def first_token_law(
-    target: Target, drafter: Drafter, prompt: Sequence[int], sampler: Sampler, draws: int, seed: int = 0
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    sampler: Sampler,
+    draws: int,
+    seed: int = 0,
+    shape: Shape | None = None,
 ) -> FirstTokenLaw:
-    """Decode the first token after `prompt` `draws` times with `drafter` (a chain of one, so that every draw is drafted, verified
-    and accepted or replaced) and compare with the target's distribution after the same sampler."""
+    """Decode the first token after `prompt` `draws` times with `drafter` (without a shape a chain of one, so that every draw is
+    drafted, verified and accepted or replaced) and compare with the target's distribution after the same sampler."""
     with torch.inference_mode():
         logits = target.forward(torch.tensor([list(prompt)])).logits
         assert logits is not None
@@ -48,10 +54,7 @@ def first_token_law(
             target,
             drafter,
             [prompt] * len(names),
-            shape=chain_shape(1),
-            sampler=replace(sampler),
-            max_new_tokens=1,
-            seed=seed,
+            Decoding(shape or chain_shape(1), sampler, max_new_tokens=1, seed=seed),
             names=names,
         )
         for result in results:

@@ -1,4 +1,5 @@
-"""How a model drafter's tree grows: level by level, in a fixed shape or by EAGLE-2's expansion and re-ranking.
+"""How a model drafter's tree grows: level by level, in a fixed shape or by EAGLE-2's expansion and re-ranking (of sampled children:
+`draftsmith.eval.sampled`).
 
 Works through two calls of the drafter: the logits after the pending token, and those after a level's nodes. Knows neither which
 model drafts nor how it keeps its states.
@@ -10,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from draftsmith.eval.sampled import grow_sampled
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import Dynamic, Proposal, Shape, Static
 from draftsmith.models.vocabulary import DraftVocabulary
@@ -34,28 +36,41 @@ class Grower(Protocol):
 def grow(drafter: Grower, roots: Tensor, logits: Tensor, shape: Shape, sampler: Sampler) -> Proposal:
     """The proposal below `roots` [B] (pending tokens), given the draft logits [B, V_d] after them."""
     if isinstance(shape, Dynamic):
-        return _grow_dynamic(drafter, roots, logits, shape)
+        if sampler.deterministic:
+            return _grow_dynamic(drafter, roots, logits, shape)
+        return grow_sampled(drafter, roots, logits, shape, sampler)
     return _grow_static(drafter, roots, logits, shape, sampler)
 
 
 class _Level(NamedTuple):
-    """Nodes of one depth that have children, and how the drafter runs them. nodes: their numbers; children: of each; parents
-    [1, w] and visible [1, w, run]: as `Grower.extend` takes them."""
+    """Nodes of one depth that have children, and how the drafter runs them. nodes: their numbers; children: how many each has;
+    places [w]: where they are among all nodes drawn at that depth; parents [1, w] and visible [1, w, run]: as `Grower.extend`
+    takes them."""
 
     nodes: tuple[int, ...]
-    children: tuple[tuple[int, ...], ...]
+    children: tuple[int, ...]
+    places: Tensor
     parents: Tensor
     visible: Tensor
 
 
+class _Plan(NamedTuple):
+    """levels: from the root down; order [n]: where each node is in the order of drawing; parents [1, n]."""
+
+    levels: tuple[_Level, ...]
+    order: Tensor
+    parents: Tensor
+
+
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)  # what is kept may be used by whoever asks next
-def _levels(shape: Static) -> tuple[_Level, ...]:
-    """The levels of a shape from the root down: the same for every proposal, so worked out once."""
+def _plan(shape: Static) -> _Plan:
+    """How a shape is drawn: the same for every proposal, so worked out once."""
     levels: list[_Level] = []
     run: list[int] = []  # inner nodes below the root, in the order in which the drafter runs them
+    drawn = [[0]]  # nodes of each depth, in the order of drawing
     for depth in range(shape.depth):
-        nodes = tuple(i for i, d in enumerate(shape.depths) if d == depth and shape.children[i])
+        nodes = tuple(i for i in drawn[-1] if shape.children[i])
         if depth:
             parents = [0 if (p := shape.parents[i]) == 0 else run.index(p) + 1 for i in nodes]
             run += nodes
@@ -63,12 +78,16 @@ def _levels(shape: Static) -> tuple[_Level, ...]:
         levels.append(
             _Level(
                 nodes,
-                tuple(shape.children[i] for i in nodes),
+                tuple(len(shape.children[i]) for i in nodes),
+                torch.tensor([drawn[-1].index(i) for i in nodes]),
                 torch.tensor([parents if depth else [-1]]),
                 torch.tensor([visible]),
             )
         )
-    return tuple(levels)
+        drawn.append([child for i in nodes for child in shape.children[i]])
+    sequence = [node for level in drawn for node in level]
+    order = torch.tensor([sequence.index(node) for node in range(len(sequence))])
+    return _Plan(tuple(levels), order, torch.tensor([shape.parents]))
 
 
 def _grow_static(drafter: Grower, roots: Tensor, logits: Tensor, shape: Static, sampler: Sampler) -> Proposal:
@@ -78,19 +97,19 @@ def _grow_static(drafter: Grower, roots: Tensor, logits: Tensor, shape: Static, 
     tokens before it alone, so the output's law does not change.
     """
     batch, count = len(roots), len(shape.parents)
-    tokens = torch.zeros(batch, count, dtype=torch.long)
-    tokens[:, 0] = roots
-    q = (
-        None
-        if sampler.deterministic
-        else torch.zeros(batch, count, drafter.vocabulary.target_size, dtype=torch.float64)
-    )
+    levels, order, all_parents = _plan(shape)
+    columns = [roots[:, None]]
+    q = None
+    if not sampler.deterministic:
+        q = torch.zeros(batch, count, drafter.vocabulary.target_size, dtype=torch.float64)
     level_logits = logits[:, None]
     going, sizes = torch.ones(batch, dtype=torch.bool), torch.full((batch,), count)
-    for depth, level in enumerate(_levels(shape)):
+    for depth, level in enumerate(levels):
         if depth:
-            parents = level.parents.expand(batch, -1)
-            level_logits = drafter.extend(tokens[:, level.nodes], parents, level.visible, depth)
+            tokens = torch.cat(columns[-len(levels[depth - 1].nodes) :], 1)
+            if len(level.nodes) < tokens.shape[1]:
+                tokens = tokens[:, level.places]
+            level_logits = drafter.extend(tokens, level.parents.expand(batch, -1), level.visible, depth)
         if shape.min_confidence:
             sure = drafter.confidence() >= shape.min_confidence
             sizes = torch.where(going & ~sure, depth + 1, sizes)
@@ -99,18 +118,15 @@ def _grow_static(drafter: Grower, roots: Tensor, logits: Tensor, shape: Static, 
                 break
             sampler = sampler.only(going.tolist())
         for place, (node, children) in enumerate(zip(level.nodes, level.children, strict=True)):
-            drawn, distribution = sampler.draft(level_logits[:, place], len(children))
-            tokens[:, children] = drafter.vocabulary.to_target(drawn)
+            drawn, distribution = sampler.draft(level_logits[:, place], children)
+            columns.append(drafter.vocabulary.to_target(drawn))
             if q is not None and distribution is not None:
                 q[:, node] = drafter.vocabulary.widen(distribution)
-    used = int(sizes.max())
-    return Proposal(tokens[:, :used], _parents(shape)[:, :used], sizes, q if q is None else q[:, :used])
-
-
-@functools.lru_cache(maxsize=64)
-@torch.inference_mode(False)
-def _parents(shape: Static) -> Tensor:
-    return torch.tensor([shape.parents])
+    tokens = torch.cat(columns, 1)
+    if tokens.shape[1] == count:  # otherwise a chain that stopped early, whose order is that of drawing
+        tokens = tokens[:, order]
+    used = int(sizes.max()) if shape.min_confidence else count
+    return Proposal(tokens[:, :used], all_parents[:, :used], sizes, q if q is None else q[:, :used])
 
 
 def _is_ancestor(shape: Static, above: int, node: int) -> bool:
@@ -123,7 +139,7 @@ def _is_ancestor(shape: Static, above: int, node: int) -> bool:
 def _grow_dynamic(drafter: Grower, roots: Tensor, logits: Tensor, shape: Dynamic) -> Proposal:
     """EAGLE-2, sections 4.1 and 4.2: expand by the product of confidences along the path, then re-rank all proposed nodes.
 
-    Children are the draft's likeliest tokens, so the proposal is deterministic at every temperature.
+    Children are the draft's likeliest tokens: the proposal is deterministic.
     """
     batch, width = len(roots), shape.width
     sharp = 1.0 / shape.confidence_temperature

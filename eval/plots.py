@@ -1,50 +1,25 @@
-"""The pictures of a report: each is one panel, drawn once in light and once in dark colours.
+"""The panels of a report: which numbers stand against which.
 
-Knows results and training logs as plain values; knows no page, no run folder, no screen (no pyplot).
+Knows results and training logs as plain values; knows no page and no run folder. How a panel is drawn says
+`draftsmith.eval.figures`.
 """
 
-import io
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-from draftsmith.eval.results import Measure, Result, by_setting, domains, names
+from draftsmith.eval.figures import INK, Plot, draw, error, file_stem, legend, short, style
+from draftsmith.eval.results import Measure, Result, Setting, by_setting, domains, names
 from draftsmith.eval.theory import expected_tokens, optimal_length, speedup
 
 ALPHAS = (0.3, 0.5, 0.7, 0.8, 0.9)
 MARKED = (0.5, 0.7, 0.9)
 MOST_K = 16
-SIZE = (4.6, 3.4)  # inches: one panel fills a telephone's width, two or three stand side by side on a desk
-# Okabe and Ito's colours, apart for every kind of colour vision; the marker says the same once more.
-STYLES = {
-    "untrained": ("#8a8a8a", "v"),
-    "prompt-lookup": ("#009e73", "s"),
-    "distilled": ("#0072b2", "o"),
-    "eagle3-no-rollout": ("#e69f00", "^"),
-    "eagle3": ("#d55e00", "D"),
-    "oracle": ("#b06fb0", "*"),
-}
-OTHERS = (("#56b4e9", "P"), ("#c9b400", "X"), ("#7a68d8", "h"), ("#a0522d", "p"))
-LIGHT = {"ink": "#1d2330", "grid": "#d9dde5"}
-DARK = {"ink": "#dfe3ea", "grid": "#3a4150"}
-
-
-@dataclass(frozen=True)
-class Plot:
-    """One panel: `name` is its file's stem, `png` the light picture, `light` and `dark` the same as SVG text."""
-
-    name: str
-    title: str
-    png: bytes
-    light: str
-    dark: str
+# Of domains where each is a line. The third pair of colours is apart by lightness too.
+PLACES = (("#0072b2", "o"), ("#e69f00", "^"), ("#009e73", "s"), ("#b06fb0", "*"), ("#8a8a8a", "v"), ("#d55e00", "D"))
 
 
 @dataclass(frozen=True)
@@ -57,80 +32,18 @@ class Curve:
     acceptance: tuple[float | None, ...]
 
 
-def _style(name: str, known: Sequence[str]) -> tuple[str, str]:
-    if name in STYLES:
-        return STYLES[name]
-    unknown = [other for other in known if other not in STYLES]
-    return OTHERS[unknown.index(name) % len(OTHERS)] if name in unknown else ("#8a8a8a", "o")
+def _file(setting: Setting) -> str:
+    tree = "" if setting.tree == "chain" else "-" + "".join(c if c.isalnum() else "-" for c in setting.tree)
+    greedy = "-greedy" if setting.temperature > 0 and setting.drafting == "greedy" else ""
+    return f"T{setting.temperature:g}-K{setting.K}{tree}{greedy}"
 
 
-def _settings(colours: dict[str, str]) -> dict[str, object]:
-    ink = colours["ink"]
-    return {
-        "font.size": 9.5,
-        "axes.titlesize": 10.5,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.facecolor": "none",
-        "axes.edgecolor": ink,
-        "axes.labelcolor": ink,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": colours["grid"],
-        "grid.linewidth": 0.7,
-        "text.color": ink,
-        "xtick.color": ink,
-        "ytick.color": ink,
-        "legend.frameon": False,
-        "legend.fontsize": 8.5,
-        "svg.hashsalt": "draftsmith",  # the same numbers give the same file
-    }
-
-
-def _draw(name: str, title: str, paint: Callable[[Axes], None]) -> Plot:
-    """Paint one panel: as a PNG with a white ground, and as SVG text without a ground in both colour schemes."""
-    with rc_context(_settings(LIGHT)):
-        figure = Figure(figsize=SIZE, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        axes.set_title(title)
-        paint(axes)
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # the layout is found; each file would search for it again
-        png, svg = io.BytesIO(), io.BytesIO()
-        figure.savefig(png, format="png", dpi=160, facecolor="white")
-        figure.savefig(svg, format="svg", facecolor="none", metadata={"Date": None})
-    light = svg.getvalue().decode()
-    dark = light
-    for part, colour in LIGHT.items():  # drawing a second time would take as long again and differ in nothing else
-        dark = dark.replace(colour, DARK[part])
-    return Plot(name, title, png.getvalue(), light, dark)
-
-
-def _label(setting: tuple[float, int, str]) -> str:
-    temperature, K, tree = setting
-    return f"T = {temperature:g}, K = {K}" + ("" if tree == "chain" else f", {tree}")
-
-
-def _file(setting: tuple[float, int, str]) -> str:
-    temperature, K, tree = setting
-    return f"T{temperature:g}-K{K}" + (
-        "" if tree == "chain" else "-" + "".join(c if c.isalnum() else "-" for c in tree)
-    )
-
-
-def _legend(axes: Axes, columns: int) -> None:
-    """Below the panel: inside it would cover points."""
-    figure = axes.get_figure()
-    assert isinstance(figure, Figure)
-    figure.legend(loc="outside lower center", ncols=columns, columnspacing=1.0)
-
-
-def _error(measures: Sequence[Measure]) -> list[list[float]]:
-    """Distances below and above each value. An interval that leaves its value out (rounding) is clipped at it."""
-    return [[max(m.value - m.low, 0.0) for m in measures], [max(m.high - m.value, 0.0) for m in measures]]
+def extremes(results: Sequence[Result]) -> list[tuple[Setting, list[Result]]]:
+    """The groups of the lowest and of the highest temperature, each drafted in its usual way: what lies between is a curve."""
+    groups = list(by_setting(list(results)))
+    ends = {groups[0][0].temperature, groups[-1][0].temperature} if groups else set()
+    usual = {(s.temperature, s.K, s.tree): s for s, _ in reversed(groups)}.values()
+    return [(setting, group) for setting, group in groups if setting in usual and setting.temperature in ends]
 
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:
@@ -152,7 +65,7 @@ def training_plots(curves: Sequence[Curve]) -> list[Plot]:
                 ]
                 steps, values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
                 window = max(1, len(values) // 20)
-                color = "#0072b2" if curve.name == "target" else _style(curve.name, known)[0]
+                color = "#0072b2" if curve.name == "target" else style(curve.name, known)[0]
                 axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
                 axes.plot(steps, _smooth(values, window), color=color, label=curve.name, linewidth=1.8)
             axes.set_xlabel("optimiser step")
@@ -170,19 +83,18 @@ def training_plots(curves: Sequence[Curve]) -> list[Plot]:
         ("training-drafts", "Training the drafts", drafts, False),
         ("training-acceptance", "Expected acceptance in training", accepting, True),
     ]
-    return [_draw(name, title, lines(chosen, by)) for name, title, chosen, by in panels if chosen]
+    return [draw(name, title, lines(chosen, by)) for name, title, chosen, by in panels if chosen]
 
 
 def depth_plots(results: Sequence[Result]) -> list[Plot]:
-    """α and the conditional acceptance n_alpha[k] of each draft by depth, one panel per setting and domain."""
+    """α and the conditional acceptance n_alpha[k] of each draft by depth, one panel per domain at either end of temperature."""
     plots = []
-    for setting, group in by_setting(list(results)):
+    for setting, group in extremes(results):
         for domain in domains(group):
             chosen = [result for result in group if result.domain == domain and result.n_alpha]
             if chosen:
-                title = f"Acceptance by depth: {domain}, {_label(setting)}"
-                name = re.sub(r"[^\w.-]+", "_", domain)  # a domain is any text, and this becomes a file's name
-                plots.append(_draw(f"depth-{name}-{_file(setting)}", title, _depth(chosen, setting[1])))
+                name = f"depth-{file_stem(domain)}-{_file(setting)}"
+                plots.append(draw(name, f"{short(domain)}, {setting.label}", _depth(chosen, setting.K)))
     return plots
 
 
@@ -191,31 +103,30 @@ def _depth(chosen: Sequence[Result], K: int) -> Callable[[Axes], None]:
 
     def paint(axes: Axes) -> None:
         for index, result in enumerate(chosen):
-            color, marker = _style(result.draft, known)
+            color, marker = style(result.draft, known)
             shift = (index - (len(chosen) - 1) / 2) * 0.07  # side by side, so that intervals stay apart
             at = [depth + 1 + shift for depth in range(len(result.n_alpha))]
-            style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 4.5, "elinewidth": 1, "capsize": 2}
+            look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 4.5, "elinewidth": 1, "capsize": 2}
             values = [measure.value for measure in result.n_alpha]
-            axes.errorbar(at, values, yerr=_error(result.n_alpha), label=result.draft, linewidth=1.4, **style)
+            axes.errorbar(at, values, yerr=error(result.n_alpha), label=result.draft, linewidth=1.4, **look)
             if result.alpha is not None:
-                axes.errorbar([shift], [result.alpha.value], yerr=_error([result.alpha]), **style)
-        axes.axvline(0.5, color=axes.xaxis.label.get_color(), linewidth=0.6, linestyle=":")
+                axes.errorbar([shift], [result.alpha.value], yerr=error([result.alpha]), **look)
+        axes.axvline(0.5, color=INK, linewidth=0.6, linestyle=":")
         axes.set_xticks(range(K + 1), ["α", *map(str, range(1, K + 1))])
         axes.set_xlabel("α over all positions  |  n_alpha by drafted position")
         axes.set_ylim(-0.02, 1.05)
-        _legend(axes, 2)
+        legend(axes, 2)
 
     return paint
 
 
 def tokens_plots(results: Sequence[Result]) -> list[Plot]:
-    """Tokens per verify of each draft by domain with 95 % intervals, one panel per setting."""
+    """Tokens per verify of each draft by domain with 95 % intervals, one panel at either end of temperature."""
     plots = []
-    for setting, group in by_setting(list(results)):
+    for setting, group in extremes(results):
         chosen = [result for result in group if result.tokens_per_verify is not None]
         if chosen:
-            title = f"Tokens per verify, {_label(setting)}"
-            plots.append(_draw(f"tokens-per-verify-{_file(setting)}", title, _bars(chosen, setting[1])))
+            plots.append(draw(f"tokens-per-verify-{_file(setting)}", setting.label, _bars(chosen, setting.K)))
     return plots
 
 
@@ -228,17 +139,187 @@ def _bars(chosen: Sequence[Result], K: int) -> Callable[[Axes], None]:
             own = [result for result in chosen if result.draft == draft]
             measures = [result.tokens_per_verify for result in own if result.tokens_per_verify is not None]
             at = [places.index(result.domain) + (index - (len(drafts) - 1) / 2) * width for result in own]
-            ink = axes.xaxis.label.get_color()
-            error = {"ecolor": ink, "elinewidth": 1.0, "capsize": 1.5}
+            look = {"ecolor": INK, "elinewidth": 1.0, "capsize": 1.5}
             heights = [measure.value for measure in measures]
-            color = _style(draft, drafts)[0]
-            axes.bar(at, heights, width * 0.92, yerr=_error(measures), color=color, label=draft, error_kw=error)
-        axes.axhline(1.0, color=axes.xaxis.label.get_color(), linewidth=0.9, linestyle="--")
-        axes.set_xticks(range(len(places)), places)
+            color = style(draft, drafts)[0]
+            axes.bar(at, heights, width * 0.92, yerr=error(measures), color=color, label=draft, error_kw=look)
+        axes.axhline(1.0, color=INK, linewidth=0.9, linestyle="--")
+        axes.set_xticks(range(len(places)), [short(place, 14) for place in places])
         axes.grid(axis="x", visible=False)
         axes.set_ylim(0, max(K + 1.2, axes.get_ylim()[1]))
         axes.set_ylabel("tokens per verify")
-        _legend(axes, 2)
+        legend(axes, 2)
+
+    return paint
+
+
+def sweep_plots(results: Sequence[Result], draft: str) -> list[Plot]:
+    """α, tokens per verify and speed-up of one draft against temperature; a line per domain and way of drafting.
+
+    Empty below two temperatures. The tree and K are those of most of the draft's results.
+    """
+    own = [result for result in results if result.draft == draft]
+    shapes = [(result.K, result.tree) for result in own]
+    own = [result for result in own if (result.K, result.tree) == max(shapes, key=shapes.count)]
+    if len({result.temperature for result in own}) < 2:
+        return []
+    panels: list[tuple[str, str, Callable[[Result], Measure | None], float | None]] = [
+        ("alpha", "α", lambda result: result.alpha, None),
+        ("tokens", "tokens per verify", lambda result: result.tokens_per_verify, 1.0),
+        ("speedup", "speed over plain decoding", lambda result: result.speedup, 1.0),
+    ]
+    return [
+        draw(f"temperature-{name}", f"{draft}: {label}", _sweep(own, value, label, even))
+        for name, label, value, even in panels
+        if any(value(result) is not None for result in own)
+    ]
+
+
+def _sweep(
+    own: Sequence[Result], value: Callable[[Result], Measure | None], label: str, even: float | None
+) -> Callable[[Axes], None]:
+    """A painter. `even`: where a line marks that nothing is gained."""
+    both = len({result.drafting for result in own if result.temperature > 0}) > 1
+
+    def paint(axes: Axes) -> None:
+        for index, domain in enumerate(domains(list(own))):
+            color, marker = PLACES[index % len(PLACES)]
+            for drafting in ("sampled", "greedy"):
+                # At T = 0 there is one way to draft: both lines begin there.
+                points = sorted(
+                    (result.temperature, measure)
+                    for result in own
+                    if result.domain == domain
+                    and (result.drafting == drafting or result.temperature == 0)
+                    and (measure := value(result)) is not None
+                )
+                if not any(temperature > 0 for temperature, _ in points):
+                    continue
+                dashed, hollow = ("--", "none") if drafting == "greedy" else ("-", color)
+                named = domain + (f", {drafting}" if both else "")
+                look: dict[str, Any] = {
+                    "color": color,
+                    "linestyle": dashed,
+                    "marker": marker,
+                    "markerfacecolor": hollow,
+                }
+                values = [measure for _, measure in points]
+                axes.errorbar(
+                    [temperature for temperature, _ in points],
+                    [measure.value for measure in values],
+                    yerr=error(values), label=named, markersize=5, elinewidth=0.8, capsize=2, linewidth=1.5, **look,
+                )  # fmt: skip
+        if even is not None:
+            axes.axhline(even, color=INK, linewidth=0.9, linestyle=":")
+        axes.set_xlabel("temperature")
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        legend(axes, 2)
+
+    return paint
+
+
+def length_plots(chosen: Sequence[Result]) -> list[Plot]:
+    """Tokens per verify and speed-up against K of one draft: the textbook's curve of each domain's α, and what was measured.
+
+    chosen: results of one draft at one temperature. Fewer than K tokens are read off `survival`: 1 + Σ survival[k] is what the
+    same verifies would have emitted, had drafting stopped there. The curve of the speed-up needs the measured costs.
+    """
+    chosen = [result for result in chosen if result.alpha is not None and result.tree == "chain"]
+    timed = [result for result in chosen if result.speedup is not None and result.draft_cost is not None]
+    plots = []
+    if any(result.survival for result in chosen):
+        plots.append(draw("length-tokens", f"{chosen[0].draft}: tokens per verify against K", _lengths(chosen)))
+    if timed:
+        plots.append(draw("length-speedup", f"{timed[0].draft}: speed-up against K", _speeds(timed)))
+    return plots
+
+
+def _alpha(result: Result) -> float:
+    assert result.alpha is not None
+    return min(max(result.alpha.value, 0.0), 1.0)
+
+
+def _lengths(chosen: Sequence[Result]) -> Callable[[Axes], None]:
+    def paint(axes: Axes) -> None:
+        for index, result in enumerate(chosen):
+            color, marker = PLACES[index % len(PLACES)]
+            range_K = range(result.K + 1)
+            axes.plot(range_K, [expected_tokens(_alpha(result), K) for K in range_K], "--", color=color, linewidth=1)
+            survival = [measure.value for measure in result.survival]
+            cut = [1 + sum(survival[:K]) for K in range(len(survival) + 1)]
+            axes.plot(
+                range(len(cut)), cut, marker=marker, color=color, label=result.domain, linewidth=1.5, markersize=5
+            )
+            if (whole := result.tokens_per_verify) is not None:
+                axes.errorbar([result.K], [whole.value], yerr=error([whole]), color=color, capsize=3, elinewidth=1)
+        axes.plot([], [], "--", color=INK, linewidth=1, label="if alike at every depth")
+        axes.set_xlabel("K, tokens drafted per verify")
+        axes.set_ylabel("tokens per verify")
+        axes.set_ylim(bottom=0)
+        legend(axes, 2)
+
+    return paint
+
+
+def _speeds(timed: Sequence[Result]) -> Callable[[Axes], None]:
+    def paint(axes: Axes) -> None:
+        longest = max(8, *(result.K + 2 for result in timed))
+        for index, domain in enumerate(domains(list(timed))):
+            color, marker = PLACES[index % len(PLACES)]
+            own = [result for result in timed if result.domain == domain]
+            first = own[0]
+            assert first.draft_cost is not None
+            c, verify = first.draft_cost.value, first.verify_cost.value if first.verify_cost is not None else 1.0
+            expected = [speedup(_alpha(first), K, c, verify if K else 1.0) for K in range(longest + 1)]
+            axes.plot(range(longest + 1), expected, "--", color=color, linewidth=1)
+            gains = [result.speedup for result in own if result.speedup is not None]
+            look: dict[str, Any] = {
+                "color": color,
+                "marker": marker,
+                "capsize": 3,
+                "linestyle": "none",
+                "markersize": 6,
+            }
+            axes.errorbar(
+                [result.K for result in own], [gain.value for gain in gains], yerr=error(gains), label=domain, **look
+            )
+        axes.axhline(1.0, color=INK, linewidth=0.9, linestyle=":")
+        axes.plot([], [], "--", color=INK, linewidth=1, label="predicted from α and costs")
+        axes.set_xlabel("K, tokens drafted per verify")
+        axes.set_ylabel("speed over plain decoding")
+        axes.set_ylim(bottom=0)
+        legend(axes, 2)
+
+    return paint
+
+
+def calibration_plots(results: Sequence[Result]) -> list[Plot]:
+    """How sure each head was against what was accepted, one panel per draft that says how sure it is."""
+    plots = []
+    for draft in names(list(results)):
+        own = [result for result in results if result.draft == draft and result.calibration]
+        if own:
+            plots.append(draw(f"calibration-{file_stem(draft)}", f"{draft}: confidence", _calibration(own)))
+    return plots
+
+
+def _calibration(own: Sequence[Result]) -> Callable[[Axes], None]:
+    def paint(axes: Axes) -> None:
+        axes.plot([0, 1], [0, 1], ":", color=INK, linewidth=1)
+        coldest = min(result.temperature for result in own)
+        for index, result in enumerate(result for result in own if result.temperature == coldest):
+            color, marker = PLACES[index % len(PLACES)]
+            accepted = [item.accepted for item in result.calibration]
+            axes.errorbar(
+                [item.confidence for item in result.calibration], [measure.value for measure in accepted],
+                yerr=error(accepted), color=color, marker=marker, label=result.domain, markersize=5, capsize=2, linewidth=1.3,
+            )  # fmt: skip
+        axes.set_xlabel(f"the head's confidence, T = {coldest:g}")
+        axes.set_ylabel("accepted")
+        axes.set_xlim(-0.02, 1.02)
+        axes.set_ylim(-0.02, 1.05)
+        legend(axes, 3)
 
     return paint
 
@@ -265,13 +346,13 @@ def theory_plots(c: float, verify_cost: float = 1.0) -> list[Plot]:
             axes.set_xlabel("K, tokens drafted per verify")
             axes.set_ylabel(label)
             axes.margins(y=0.12)
-            _legend(axes, 3)
+            legend(axes, 3)
 
         return inner
 
-    tokens = paint(expected_tokens, r"$(1 - \alpha^{K+1})\,/\,(1 - \alpha)$")
-    gain = paint(lambda alpha, K: speedup(alpha, K, c, verify_cost if K else 1.0), "tokens / (verify cost + K c)")
+    tokens = paint(expected_tokens, "tokens per verify")
+    gain = paint(lambda alpha, K: speedup(alpha, K, c, verify_cost if K else 1.0), "speed over plain decoding")
     return [
-        _draw("expected-tokens", "Expected tokens per verify against K", tokens),
-        _draw("expected-speedup", f"Predicted speed-up against K, c = {c:.2g}", gain),
+        draw("expected-tokens", "What theory expects: tokens", tokens),
+        draw("expected-speedup", f"What theory expects: speed at c = {c:.2g}", gain),
     ]

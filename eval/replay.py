@@ -195,12 +195,12 @@ def _walk(
         if len(going) < len(rows):
             drafter.keep(torch.from_numpy(going))
             rows = rows[going]
-        ends = [len(texts[row].prompt) - 1 + position for row in rows]
+        ends = [len(texts[row].prompt) - 1 + position for row in rows.tolist()]
         starts = [0 if position == 0 else end - 1 for end in ends]
         counts = torch.tensor([end - start for start, end in zip(starts, ends, strict=True)])
         places = torch.tensor(starts)[:, None] + torch.arange(int(counts.max()))
         at = torch.from_numpy(rows)[:, None]
-        tokens = [texts[row].prompt + texts[row].tokens[:position] for row in rows]
+        tokens = [texts[row].prompt + texts[row].tokens[:position] for row in rows.tolist()]
         taps = None if states.taps is None else states.taps[at, places]
         yield position, rows, Committed(tokens, states.last[at, places], taps, counts)
 

@@ -5,7 +5,6 @@ neither the models nor the cache. The page loads nothing from anywhere and needs
 first line, and a draft that makes decoding slower is called that before anything else is said about it.
 """
 
-import base64
 import functools
 import json
 from dataclasses import dataclass
@@ -18,90 +17,27 @@ from markupsafe import Markup
 from rich.table import Table
 
 from draftsmith.errors import UserError
-from draftsmith.eval.plots import Curve, Plot, depth_plots, theory_plots, tokens_plots, training_plots
-from draftsmith.eval.results import Measure, Result, by_setting, domains, headline, load_results, names
+from draftsmith.eval.figures import Plot, variables
+from draftsmith.eval.plots import (
+    Curve,
+    calibration_plots,
+    depth_plots,
+    length_plots,
+    sweep_plots,
+    theory_plots,
+    tokens_plots,
+    training_plots,
+)
+from draftsmith.eval.results import Measure, Result, Sample, by_setting, domains, headline, load_results
 from draftsmith.eval.theory import expected_tokens
+from draftsmith.eval.verdict import exactness, hot_notes, sweep, verdict
 from draftsmith.files import publish, publish_text
 from draftsmith.settings import flat
 
 DEFAULT_COST = 0.05  # of one draft step in target steps, where no result holds a measured one
+DEEPEST = 6  # depths beyond share its colour
 LARGEST = 1e15  # what a training log may hold; plots fail beyond any such number
 TRAINED = ("target", "draft", "eagle/*")  # folders with a training.jsonl
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The first line of a report, and how it is meant: "inexact", "faster", "slower" or "unmeasured"."""
-
-    tone: str
-    text: str
-
-
-def _range(measures: list[Measure], digits: int) -> str:
-    low, high = (f"{bound(m.value for m in measures):.{digits}f}" for bound in (min, max))
-    return low if low == high else f"{low} to {high}"
-
-
-def _listed(parts: list[str]) -> str:
-    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
-
-
-def verdict(results: list[Result]) -> Verdict:
-    """What the run's best draft is worth, from the measured numbers alone.
-
-    A greedy output that differs from plain decoding, of any draft, is said before all else: such a speed is worth nothing.
-    "Faster" is said only where every measured speed-up has its whole interval above 1; one below 1 is said first.
-    """
-    worth = _worth(results)
-    wrong = [(draft, of - same, of) for draft, same, of in exactness(results) if same < of]
-    if not wrong:
-        return worth
-    parts = [
-        f"{draft}{'' if i else ' differs from plain decoding'} on {count} of {of}{'' if i else ' prompts'}"
-        for i, (draft, count, of) in enumerate(wrong)
-    ]
-    return Verdict("inexact", f"NOT EXACT: {_listed(parts)}. {worth.text}")
-
-
-def _worth(results: list[Result]) -> Verdict:
-    chosen = headline(results)
-    if not chosen:
-        return Verdict("unmeasured", "No draft of this run has been measured yet: run eval-acceptance.")
-    draft, temperature, K = chosen[0].draft, chosen[0].temperature, chosen[0].K
-    measured = [(r.domain, r.tokens_per_verify) for r in chosen if r.tokens_per_verify is not None]
-    tokens = [f"{m.value:.2f}{'' if i else ' tokens per verify'} on {domain}" for i, (domain, m) in enumerate(measured)]
-    emits = f"{draft} emits {_listed(tokens)} at T = {temperature:g}, K = {K}"
-    same = [r for r in results if (r.draft, r.K, r.tree) == (draft, K, chosen[0].tree)]
-    several = len({r.temperature for r in same if r.speedup is not None}) > 1
-    timed = [
-        (f"{r.domain} at T = {r.temperature:g}" if several else r.domain, r.speedup)
-        for r in same
-        if r.speedup is not None
-    ]
-    if not timed:
-        return Verdict("unmeasured", f"{emits}; its speed against plain decoding was not measured.")
-    slower = [(domain, gain) for domain, gain in timed if gain.value < 1.0]
-    if slower:
-        where = "" if len(slower) == len(timed) else " on " + _listed([domain for domain, _ in slower])
-        factor = _range([gain for _, gain in slower], 2)
-        return Verdict("slower", f"Slower than plain decoding{where}: {factor}× its speed. {emits}.")
-    factor = _range([gain for _, gain in timed], 2)
-    if any(gain.low <= 1.0 for _, gain in timed):
-        return Verdict(
-            "unmeasured",
-            f"Not clearly faster than plain decoding: {factor}× its speed, interval down to 1 or below. {emits}.",
-        )
-    return Verdict("faster", f"{emits}: {factor}× the speed of plain decoding.")
-
-
-def exactness(results: list[Result]) -> list[tuple[str, int, int]]:
-    """(draft, identical, compared): greedy outputs that equal plain greedy decoding, summed over domains and K."""
-    counts = []
-    for draft in names(results):
-        pairs = [r.identical for r in results if r.draft == draft and r.identical is not None and r.temperature == 0.0]
-        if pairs:
-            counts.append((draft, sum(same for same, _ in pairs), sum(of for _, of in pairs)))
-    return counts
 
 
 def _number(measure: Measure | None, digits: int, unit: str = "") -> str:
@@ -135,8 +71,8 @@ def row(result: Result) -> dict[str, str]:
 def console_tables(results: list[Result]) -> list[Table]:
     """The result as one table per setting for a terminal; intervals are 95 %."""
     tables = []
-    for (temperature, K, tree), group in by_setting(results):
-        table = Table(title=f"T = {temperature:g}, K = {K}, {tree}", title_justify="left", title_style="bold")
+    for setting, group in by_setting(results):
+        table = Table(title=setting.label, title_justify="left", title_style="bold")
         for heading in ("domain", "draft"):
             table.add_column(heading)
         for heading in ("alpha", "tokens/verify", "95 %", "iid", "speedup", "identical"):
@@ -180,24 +116,84 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) < LARGEST
 
 
-def _plots(run: Path, results: list[Result]) -> list[tuple[str, list[Plot]]]:
-    costs = [result.draft_cost.value for result in headline(results) if result.draft_cost is not None]
-    measured = sum(costs) / len(costs) if costs else DEFAULT_COST
-    groups = [
-        ("Tokens per verify", tokens_plots(results)),
-        ("Acceptance by depth", depth_plots(results)),
-        ("Training", training_plots(load_curves(run))),
-        ("What theory expects", theory_plots(measured)),
+@dataclass(frozen=True)
+class Section:
+    """A heading, a sentence that says how to read what is below it, and its panels."""
+
+    title: str
+    note: str
+    plots: list[Plot]
+
+
+def _sections(run: Path, results: list[Result]) -> list[Section]:
+    best = headline(results)
+    costs = [result.draft_cost.value for result in best if result.draft_cost is not None]
+    cost = sum(costs) / len(costs) if costs else DEFAULT_COST
+    sections = [
+        Section(
+            "Tokens per verify",
+            "The dashed line is plain decoding, one token per forward pass of the target.",
+            tokens_plots(results),
+        ),
+        Section(
+            "Acceptance by depth",
+            "Left of the dotted line α, over all drafted positions reached; right of it n_alpha, the share of drafted tokens "
+            "accepted at each position among those that were reached.",
+            depth_plots(results),
+        ),
+        Section(
+            "How far to draft",
+            "Dashed is what the textbook expects of α if every depth were alike and independent; marks are measured. Tokens for "
+            "less than the K that was decoded are those of the same verifies, cut there.",
+            length_plots(best),
+        ),
+        Section(
+            "How sure the head is",
+            "On the dotted line a head that says 0.7 is right in 70 of 100 drafted tokens.",
+            calibration_plots(results),
+        ),
+        Section(
+            "Training",
+            "Faint: single steps; strong: their running mean. Losses of different kinds are not comparable.",
+            training_plots(load_curves(run)),
+        ),
+        Section(
+            "Theory",
+            f"For any α, at the {'measured' if costs else 'assumed'} cost c = {cost:.2g} of a draft step in plain target steps; "
+            "the marked K is the fastest.",
+            theory_plots(cost),
+        ),
     ]
-    return [(title, plots) for title, plots in groups if plots]
+    return [section for section in sections if section.plots]
 
 
 def _write(content: bytes, path: Path) -> None:
     path.write_bytes(content)
 
 
-def _uri(svg: str) -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+@dataclass(frozen=True)
+class Text:
+    """A sample for the page: its caption, the end of its prompt, and (text, depth class) of each token."""
+
+    caption: str
+    prompt: str
+    pieces: list[tuple[str, int]]
+    deepest: int
+
+
+def _texts(results: list[Result]) -> list[Text]:
+    """The headline draft's sample of each domain."""
+    return [_text(result, result.sample) for result in headline(results) if result.sample is not None]
+
+
+def _text(result: Result, sample: Sample) -> Text:
+    count = len(sample.pieces)
+    own = sum(depth == 0 for _, depth in sample.pieces)
+    deepest = max((depth for _, depth in sample.pieces), default=0)
+    caption = f"{result.domain}, {result.setting.label}: {count - own} of {count} tokens were drafted by {result.draft}"
+    # A line break has no ink of its own: the mark shows which token it was.
+    pieces = [(text.replace("\n", "↵\n"), depth) for text, depth in sample.pieces]
+    return Text(caption, sample.prompt, pieces, deepest)
 
 
 def _optional(path: Path) -> str:
@@ -229,40 +225,60 @@ def build_report(run: Path) -> Path:
     results = load_results(run)
     if not results:
         raise UserError(f"{run / 'eval'}: no result to report; run `draftsmith eval-acceptance CONFIG` first")
-    groups = _plots(run, results)
+    sections, heat = _sections(run, results), _heat_plots(results)
     for stale in (run / "plots").glob("*.png"):
         stale.unlink()
-    for _, plots in groups:
-        for plot in plots:
-            publish(run / "plots" / f"{plot.name}.png", functools.partial(_write, plot.png))
+    for plot in [*heat, *(plot for section in sections for plot in section.plots)]:
+        publish(run / "plots" / f"{plot.name}.png", functools.partial(_write, plot.png))
     page = run / "report.html"
-    publish_text(page, _render(run, results, groups))
+    publish_text(page, _render(run, results, sections, heat))
     return page
 
 
-def _render(run: Path, results: list[Result], groups: list[tuple[str, list[Plot]]]) -> str:
+def _heat_plots(results: list[Result]) -> list[Plot]:
+    best = headline(results)
+    return sweep_plots(results, best[0].draft) if best else []
+
+
+def _tables(results: list[Result]) -> list[dict[str, Any]]:
+    return [
+        {
+            "title": setting.label,
+            "domains": [(name, [row(r) for r in group if r.domain == name]) for name in domains(group)],
+        }
+        for setting, group in by_setting(results)
+    ]
+
+
+def _inline(plots: list[Plot]) -> list[tuple[str, Markup]]:
+    """Titles, and SVG that is safe as it stands: matplotlib escapes every text in it."""
+    return [(plot.title, Markup(plot.svg)) for plot in plots]
+
+
+def _render(run: Path, results: list[Result], sections: list[Section], heat: list[Plot]) -> str:
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    tables = [
-        {
-            "title": f"T = {temperature:g}, K = {K}, {tree}",
-            "domains": [(name, [row(r) for r in group if r.domain == name]) for name in domains(group)],
-        }
-        for (temperature, K, tree), group in by_setting(results)
-    ]
     resolved = _optional(run / "resolved.yaml")
+    best, texts = headline(results), _texts(results)
     return environment.get_template("report.html.jinja").render(
         name=run.resolve().name,
         verdict=verdict(results),
         exactness=(exact := exactness(results)),
         broken=any(same < compared for _, same, compared in exact),
-        tables=tables,
+        tables=(tables := _tables(results))[:1],
+        more=tables[1:],
         prompts=max(result.prompts for result in results),
-        groups=[
-            (title, [(p.title, Markup(_uri(p.light)), Markup(_uri(p.dark))) for p in plots]) for title, plots in groups
-        ],
+        best=best[0].draft if best else None,
+        tiles=[row(result) | {"domain": result.domain} for result in best],
+        texts=texts,
+        deepest=min(max((text.deepest for text in texts), default=0), DEEPEST),
+        heats=(heats := sweep(results)),
+        hot=hot_notes(heats),
+        heat_plots=_inline(heat),
+        sections=[(section.title, section.note, _inline(section.plots)) for section in sections],
+        colours={"light": Markup(variables(dark=False)), "dark": Markup(variables(dark=True))},
         settings=resolved,
         seed=(yaml.safe_load(resolved) or {}).get("seed"),
         machine=_machine(run / "environment.json"),

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -32,6 +32,37 @@ class Measure:
     count: int
 
 
+class Setting(NamedTuple):
+    """What has to be equal for two results to be compared."""
+
+    temperature: float
+    K: int
+    tree: str
+    drafting: str
+
+    @property
+    def label(self) -> str:
+        """As a reader sees it; what is usual (a chain, sampled drafting, at T = 0 greedy) is not said."""
+        parts = [f"T = {self.temperature:g}", f"K = {self.K}"] + [self.tree] * (self.tree != "chain")
+        return ", ".join(parts + ["greedy drafting"] * (self.temperature > 0 and self.drafting == "greedy"))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A short text: the end of its prompt, and (text, depth) of each new token; depth 0 is the target's own."""
+
+    prompt: str
+    pieces: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Drafted tokens of which a head was about equally sure: the mean of that, and the acceptance that followed."""
+
+    confidence: float
+    accepted: Measure
+
+
 @dataclass(frozen=True)
 class Result:
     """One entry of `results` in one file: a draft, measured in one domain at one temperature with one K and tree."""
@@ -50,11 +81,19 @@ class Result:
     n_alpha: tuple[Measure, ...]
     speedup: Measure | None
     draft_cost: Measure | None
+    drafting: str = "greedy"
+    survival: tuple[Measure, ...] = ()
+    verify_cost: Measure | None = None
+    sample: Sample | None = None
+    calibration: tuple[Bin, ...] = ()
+    speedup_predicted: Measure | None = None
+    alpha_by_depth: tuple[Measure, ...] = ()
+    alpha_teacher_forced: Measure | None = None
 
     @property
-    def setting(self) -> tuple[float, int, str]:
+    def setting(self) -> Setting:
         """What has to be equal for two results to be compared."""
-        return self.temperature, self.K, self.tree
+        return Setting(self.temperature, self.K, self.tree, self.drafting)
 
 
 def measure(entry: Any) -> Measure | None:
@@ -92,10 +131,32 @@ def _result(draft: str, parameters: int | None, entry: dict[str, Any]) -> Result
         identical=(int(identical[0]), int(identical[1])) if identical else None,
         alpha=measure(entry.get("alpha")),
         tokens_per_verify=measure(entry.get("tokens_per_verify")),
-        n_alpha=tuple(found for item in entry.get("n_alpha", []) if (found := measure(item)) is not None),
+        n_alpha=_measures(entry.get("n_alpha")),
         speedup=measure(entry.get("speedup")),
         draft_cost=measure(entry.get("draft_cost")),
+        drafting=str(entry.get("drafting", "sampled" if entry["temperature"] else "greedy")),
+        survival=_measures(entry.get("survival")),
+        verify_cost=measure(entry.get("verify_cost")),
+        speedup_predicted=measure(entry.get("speedup_predicted")),
+        alpha_by_depth=_measures(entry.get("alpha_by_depth")),
+        alpha_teacher_forced=measure(entry.get("alpha_teacher_forced")),
+        sample=_sample(entry.get("sample")),
+        calibration=tuple(
+            Bin(_finite(item["confidence"]), found)
+            for item in entry.get("calibration", [])
+            if (found := measure(item["accepted"])) is not None
+        ),
     )
+
+
+def _measures(entries: Any) -> tuple[Measure, ...]:
+    return tuple(found for item in entries or [] if (found := measure(item)) is not None)
+
+
+def _sample(entry: Any) -> Sample | None:
+    if not entry:
+        return None
+    return Sample(str(entry["prompt"]), tuple((str(text), int(depth)) for text, depth in entry["pieces"]))
 
 
 def _rank(name: str) -> tuple[int, str]:
@@ -172,9 +233,10 @@ def domains(results: list[Result]) -> list[str]:
     return list(dict.fromkeys(result.domain for result in results))
 
 
-def by_setting(results: list[Result]) -> Iterator[tuple[tuple[float, int, str], list[Result]]]:
-    """Groups of comparable results, the lowest temperature and smallest K first."""
-    for setting in sorted({result.setting for result in results}):
+def by_setting(results: list[Result]) -> Iterator[tuple[Setting, list[Result]]]:
+    """Groups of comparable results, the lowest temperature and smallest K first, and sampled drafting before greedy."""
+    order = {result.setting for result in results}
+    for setting in sorted(order, key=lambda s: (s.temperature, s.K, s.tree, s.drafting == "greedy")):
         yield setting, [result for result in results if result.setting == setting]
 
 
@@ -188,10 +250,10 @@ def headline(results: list[Result]) -> list[Result]:
     if not measured:
         return []
     coldest = min(result.temperature for result in measured)
-    groups: dict[tuple[str, int, str], list[Result]] = {}
+    groups: dict[tuple[str, Setting], list[Result]] = {}
     for result in measured:
         if result.temperature == coldest:
-            groups.setdefault((result.draft, result.K, result.tree), []).append(result)
+            groups.setdefault((result.draft, result.setting), []).append(result)
 
     def mean(group: list[Result]) -> float:
         values = [result.tokens_per_verify.value for result in group if result.tokens_per_verify is not None]

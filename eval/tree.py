@@ -6,10 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Edges from the root to each node."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
 
 
 @dataclass(frozen=True)
@@ -32,10 +41,7 @@ class Static:
 
     @functools.cached_property
     def depths(self) -> tuple[int, ...]:
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        return tuple(depths)
+        return tuple(depths_of(self.parents))
 
     @property
     def depth(self) -> int:
@@ -61,7 +67,8 @@ class Static:
 @dataclass(frozen=True)
 class Dynamic:
     """EAGLE-2's tree (arXiv 2406.16858): at each of `depth` levels the `width` most promising nodes of the level propose their
-    `width` likeliest tokens each; of all proposed nodes the `budget` with the largest path product are verified.
+    `width` likeliest tokens each; of all proposed nodes the `budget` with the largest path product are verified. Where drafts are
+    sampled the same three numbers bound a tree of sampled children (`draftsmith.eval.sampled`).
 
     confidence_temperature: of the draft's softmax that the products are made of. A draft of a flat target is underconfident about
     what greedy decoding will choose, and below 1 its trees grow deeper. It changes which nodes are verified, never what is emitted.
@@ -122,6 +129,24 @@ def shape_from_paths(paths: Sequence[Sequence[int]]) -> Static:
     return Static((-1, *(number[path[:-1]] for path in ordered)))
 
 
+#: How often a node's likeliest child is accepted, its second likeliest, and so on: of no draft in particular.
+ASSUMED = (0.6, 0.2, 0.1, 0.05, 0.025, 0.0125, 0.00625, 0.003)
+
+
+def as_shape(tree: "Shape | str | Sequence[int] | None", K: int, nodes: int = 32, width: int = 8) -> "Shape":
+    """A shape of depth K by its name: "chain" (or None), "static" (the best tree of `nodes` for `ASSUMED` acceptance), "dynamic";
+    or by the parent of each node. Raises UserError."""
+    if tree is None or tree == "chain":
+        return chain_shape(K)
+    if tree == "dynamic":
+        return Dynamic(width, K, nodes)
+    if tree == "static":
+        return optimal_shape([ASSUMED[:width]] * K, nodes)
+    if isinstance(tree, str):
+        raise UserError(f"tree {tree!r}: there are chain, static and dynamic, or a list of parents")
+    return tree if isinstance(tree, Static | Dynamic) else Static(tuple(tree))
+
+
 def optimal_shape(profile: Sequence[Sequence[float]], budget: int) -> Static:
     """The tree of `budget` drafted nodes that emits the most tokens, for a measured acceptance profile.
 
@@ -164,26 +189,38 @@ class Proposal:
     scores: Tensor | None = None
 
     @functools.cached_property
-    def visible(self) -> Tensor:
-        """[B or 1, n, n] bool: node i sees node j iff j is i or an ancestor of i."""
-        return _ancestors(tuple(map(tuple, self.parents.tolist())))
+    def _above(self) -> list[list[int]]:
+        return self.parents.tolist()
 
     @functools.cached_property
+    def rows(self) -> list[tuple[list[int], list[int]]]:
+        """Tokens and parents of each row's real nodes."""
+        tokens, sizes = self.tokens.tolist(), self.sizes.tolist()
+        parents = self._above * (len(sizes) // len(self._above))
+        return [(t[:n], above[:n]) for t, above, n in zip(tokens, parents, sizes, strict=True)]
+
+    @property
+    def visible(self) -> Tensor:
+        """[B or 1, n, n] bool: node i sees node j iff j is i or an ancestor of i."""
+        return _ancestors(tuple(map(tuple, self._above)))[0]
+
+    @property
     def depths(self) -> Tensor:
         """[B or 1, n]: number of edges from the root."""
-        return self.visible.sum(-1) - 1
+        return _ancestors(tuple(map(tuple, self._above)))[1]
 
 
 @functools.lru_cache(maxsize=256)
 @torch.inference_mode(False)  # what is kept may be used by whoever asks next
-def _ancestors(parents: tuple[tuple[int, ...], ...]) -> Tensor:
-    visible = torch.zeros(len(parents), len(parents[0]), len(parents[0]), dtype=torch.bool)
+def _ancestors(parents: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
+    count = len(parents[0])
+    visible = np.zeros((len(parents), count, count), dtype=bool)
     for row, tree in enumerate(parents):
         for node, parent in enumerate(tree):
             if parent >= 0:
                 visible[row, node] = visible[row, parent]
             visible[row, node, node] = True
-    return visible
+    return torch.from_numpy(visible), torch.from_numpy(visible.sum(-1) - 1)
 
 
 def chain(tokens: Tensor, sizes: Tensor | None = None, q: Tensor | None = None) -> Proposal:

@@ -13,7 +13,7 @@ import numpy as np
 
 from draftsmith.errors import UserError
 from draftsmith.eval.costs import FILLER, Costs, GivenCosts, MeasuredCosts, describe, measure
-from draftsmith.eval.decode import Decoded, decode
+from draftsmith.eval.decode import Decoded, Decoding, decode
 from draftsmith.eval.drafters import Drafter, MedusaDrafter, NoDraft
 from draftsmith.eval.metrics import ratio
 from draftsmith.eval.replay import Trace, record
@@ -260,10 +260,12 @@ class Tuner:
             self.target,
             drafter,
             [self._known[row] for row in rows],
-            shape=shape,
-            sampler=sampler,
-            max_new_tokens=self.evaluation.max_new_tokens,
-            seed=self.evaluation.seed + turn,
+            Decoding(
+                shape=shape,
+                sampler=sampler,
+                max_new_tokens=self.evaluation.max_new_tokens,
+                seed=self.evaluation.seed + turn,
+            ),
             names=rows,
         )
 

@@ -115,7 +115,7 @@ class DraftLM(LanguageModel):
         model = load_model(name, str(target.dtype).removeprefix("torch."))
         if target.has_tokenizer:
             check_tokenizer(name, target)
-        return cls(_padded_to(model.to(target.device), target, name)).of(target)
+        return cls(padded_to(model.to(target.device), target, name)).of(target)
 
     @classmethod
     def shape_of(cls, config: Any, target: Target) -> "DraftLM":
@@ -200,7 +200,7 @@ def check_tokenizer(name: str, target: Target) -> None:
             )
 
 
-def _padded_to(model: Any, target: Target, name: str) -> Any:
+def padded_to(model: Any, target: Target, name: str) -> Any:
     """`model` with as many rows in embedding and head as the target. Rows beyond the tokenizer's are never emitted."""
     rows = model.get_output_embeddings().weight.shape[0]
     if rows < target.usable:

@@ -51,6 +51,8 @@ class EagleConfig:
     inputs: what a slot joins; "shifted" is EAGLE, the others are the steps of its paper's ablation (feature and x_t; feature alone;
     token alone). fc_bias: a bias in the linear layer before the first block. EAGLE-3.1 (arXiv 2605.09992): norm_taps norms each
     tap before fusion, norm_state feeds the normed state back. confidence: one more output, the prediction's expected acceptance.
+    Of heads that others trained: norm_joined norms the concatenated taps at once, norm_residual makes the normed feature the
+    residual.
     """
 
     kind: str
@@ -73,6 +75,8 @@ class EagleConfig:
     norm_taps: bool = False
     norm_state: bool = False
     confidence: bool = False
+    norm_joined: bool = False
+    norm_residual: bool = False
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads or self.head_dim % 2 or min(self.width, self.layers, self.intermediate) < 1:
@@ -81,7 +85,7 @@ class EagleConfig:
             raise UserError(f"EAGLE head: kind {self.kind!r} with inputs {self.inputs!r}; there are {KINDS}, {INPUTS}")
         if self.kind == "eagle1":
             own = self.width != self.target_width or self.draft_vocabulary != self.target_vocabulary
-            if own or self.taps or self.norm_taps or self.norm_state:
+            if own or self.taps or self.norm_taps or self.norm_state or self.norm_joined or self.norm_residual:
                 raise UserError(
                     "EAGLE-1 head: it imitates the target's last state and is read by the target's own output head, so it has the "
                     "target's width and vocabulary, no taps and no norms of its own"
@@ -158,10 +162,13 @@ class EagleLayer(nn.Module):
         self.self_attn = Attention(config, config.target_width + config.width if joins else config.width)
         self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
         self.mlp = MLP(config.width, config.intermediate)
+        self.norm_residual = config.norm_residual
 
     def forward(self, embedding: Tensor, x: Tensor, rope: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
         if self.hidden_norm is not None:
-            inputs = torch.cat([self.input_layernorm(embedding), self.hidden_norm(x)], dim=-1)
+            feature = self.hidden_norm(x)
+            inputs = torch.cat([self.input_layernorm(embedding), feature], dim=-1)
+            x = feature if self.norm_residual else x
         else:
             inputs = self.input_layernorm(x)
         x = x + self.self_attn(inputs, rope, layer, attend)
@@ -183,6 +190,7 @@ class EagleHead(nn.Module):
         self.fc_norm = nn.ModuleList(
             RMSNorm(config.target_width, config.norm_eps) for _ in config.taps if config.norm_taps
         )
+        self.input_norm = RMSNorm(joined * config.target_width, config.norm_eps) if config.norm_joined else None
         self.layers = nn.ModuleList(EagleLayer(config, first=i == 0) for i in range(config.layers))
         self.norm = RMSNorm(config.width, config.norm_eps) if config.kind == "eagle3" else None
         self.lm_head = nn.Linear(config.width, vocabulary.size, bias=False) if config.kind == "eagle3" else None
@@ -212,6 +220,8 @@ class EagleHead(nn.Module):
             raise UserError(f"EAGLE head: made for {made_for} {config.target_width}, given {tuple(features.shape[2:])}")
         if not config.taps:
             return features
+        if self.input_norm is not None:
+            features = self.input_norm(features.flatten(2)).view_as(features)
         if self.fc_norm:
             features = torch.stack([norm(features[:, :, i]) for i, norm in enumerate(self.fc_norm)], dim=2)
         return self.fc(features.flatten(2))

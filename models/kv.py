@@ -5,6 +5,8 @@ keeps all entries, sliding-window layers too: rolling back across a window needs
 applied by the mask alone. Knows `transformers`' cache interface; knows nothing of models, tokens or acceptance.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -73,9 +75,10 @@ class KVCache(Cache):
 
     def set_lengths(self, lengths: Tensor) -> None:
         """Roll every row back to its first `lengths[b]` entries."""
+        counts = lengths.tolist()
         self.lengths = lengths
-        self.longest = int(lengths.max())
-        self.even = int(lengths.min()) == self.longest  # all rows alike: entries are written by a slice
+        self.longest = max(counts)
+        self.even = min(counts) == self.longest  # all rows alike: entries are written by a slice
         self.held = lengths.new_zeros(lengths.shape[0], 0)
 
     def hold(self, positions: Tensor) -> None:
@@ -100,22 +103,21 @@ class KVCache(Cache):
                 layer.keys, layer.values = layer.keys[rows], layer.values[rows]
         self.set_lengths(self.lengths[rows])
 
-    def commit(self, path: Tensor, counts: Tensor) -> None:
-        """Keep, of the uncommitted entries, those at `path[b, :counts[b]]`, moved up to be contiguous.
-
-        path: [B, m] ascending offsets behind the committed entries (a chain's are 0, 1, 2 …); counts: [B].
-        """
-        offsets = torch.arange(path.shape[1], device=path.device)
-        wanted = offsets < counts[:, None]
-        if bool(((path != offsets) & wanted).any()):
-            rows = torch.arange(path.shape[0], device=path.device)[:, None]
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep, of each row's uncommitted entries, those at these rising offsets (a chain's are 0, 1, 2 …), moved up to be
+        contiguous."""
+        counts = [len(path) for path in paths]
+        if any(path and path[-1] != len(path) - 1 for path in paths):
+            width, device = max(counts), self.lengths.device
+            rows = torch.arange(len(paths), device=device)[:, None]
             # Columns past a row's count are padding: they are moved onto themselves.
-            source = self.lengths[:, None] + torch.where(wanted, path, offsets)
-            target = self.lengths[:, None] + offsets
+            offsets = torch.tensor([[*path, *range(len(path), width)] for path in paths], device=device)
+            source = self.lengths[:, None] + offsets
+            target = self.lengths[:, None] + torch.arange(width, device=device)
             for layer in self.layers:
                 layer.keys[rows, :, target] = layer.keys[rows, :, source]
                 layer.values[rows, :, target] = layer.values[rows, :, source]
-        self.set_lengths(self.lengths + counts)
+        self.set_lengths(self.lengths + torch.tensor(counts, device=self.lengths.device))
 
 
 def attention_mask(
@@ -130,9 +132,10 @@ def attention_mask(
     """
     batch, count = positions.shape
     end, held = cache.end(count), cache.held.shape[1]
-    # One more token of each row that sees all there is: plain decoding, and every step of a chain.
-    if count == 1 and cache.even and window is None and bool(visible.all()):
-        return torch.zeros(batch, 1, 1, end, dtype=dtype, device=positions.device)
+    if cache.even and window is None:  # all committed entries, and of the others what `visible` says
+        mask = torch.zeros(batch, 1, count, end, dtype=dtype, device=positions.device)
+        mask[..., cache.longest :].masked_fill_(~visible[:, None], torch.finfo(dtype).min)
+        return mask
     uncommitted = torch.cat([cache.held, positions], dim=1)
     key_index = torch.arange(end, device=positions.device)
     allowed = (key_index < cache.lengths[:, None])[:, None, :].expand(batch, count, end).clone()

@@ -47,7 +47,8 @@ class LanguageModel:
         self.config = model.config.get_text_config()
         self.width: int = self.config.hidden_size
         self.blocks: int = self.config.num_hidden_layers
-        self.vocabulary: int = model.get_output_embeddings().weight.shape[0]
+        self._head: Any = model.get_output_embeddings()
+        self.vocabulary: int = self._head.weight.shape[0]
         self.usable = self.vocabulary  # ids from here on are padding that no tokenizer knows
         self.context: int = _context(self.config)
         self._body: nn.Module = model.base_model
@@ -59,11 +60,18 @@ class LanguageModel:
 
     @property
     def device(self) -> torch.device:
-        return self.model.get_output_embeddings().weight.device
+        return self._head.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.get_output_embeddings().weight.dtype
+        return self._head.weight.dtype
+
+    def only_tokens(self, logits: Tensor | None) -> Tensor:
+        """The same logits [..., V], in place: no mass on rows of the head that only pad the vocabulary."""
+        assert logits is not None
+        if self.usable < self.vocabulary:
+            logits[..., self.usable :] = float("-inf")
+        return logits
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for `batch` rows of at most `capacity` tokens each."""
@@ -72,15 +80,21 @@ class LanguageModel:
     @property
     def plain_head(self) -> Tensor | None:
         """The output head's weight [V, W] if logits are no more than last · weightᵀ; None if there is a bias, scale or cap."""
-        module = self.model.get_output_embeddings()
+        module = self._head
         shaped = any(
             getattr(self.config, name, None) for name in ("logits_scaling", "logit_scale", "final_logit_softcapping")
         )
         return None if shaped or getattr(module, "bias", None) is not None else module.weight
 
+    @property
+    def plain_embedding(self) -> bool:
+        """Whether a token's embedding is its row as it is stored, without a scale."""
+        module = self.model.get_input_embeddings()
+        return bool(torch.equal(module(torch.zeros(1, dtype=torch.long, device=self.device))[0], module.weight[0]))
+
     def head(self, last: Tensor) -> Tensor:
         """last [..., W] (after the final norm) → logits [..., V], with the model's own scale and soft-cap."""
-        logits = self.model.get_output_embeddings()(last)
+        logits = self._head(last)
         config = self.config
         if getattr(config, "logits_scaling", None):  # Granite
             logits = logits / config.logits_scaling
@@ -157,7 +171,7 @@ class LanguageModel:
             visible = torch.ones(1, count, count, dtype=torch.bool, device=ids.device).tril()
         if depths is None:
             depths = torch.arange(count, device=ids.device)[None]
-        positions = cache.lengths[:, None] + depths.expand(batch, count)
+        positions = (cache.lengths[:, None] + depths).expand(batch, count)
         masks = {
             kind: attention_mask(cache, visible, positions, self.dtype, window)
             for kind, window in self._windows.items()

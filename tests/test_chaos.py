@@ -29,7 +29,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
 
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    [("kill", "target"), ("kill", "distill"), ("tracker", "distill"), ("flip", "cache")],
+    [("kill", "target"), ("kill", "distill"), ("tracker", "distill"), ("flip", "cache"), ("full disk", "prepare")],
 )
 def test_a_fault_is_survived_or_where_that_is_enough_stopped_in_one_line(
     campaign: Campaign, kind: str, stage: str

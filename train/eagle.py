@@ -10,6 +10,7 @@ from draftsmith.data.cache.online import AnyCache
 from draftsmith.data.rows import Rows
 from draftsmith.errors import UserError
 from draftsmith.models.eagle import EagleHead, new_eagle_head
+from draftsmith.models.heads import head_kind
 from draftsmith.models.medusa import MedusaHeads, new_medusa_heads
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
@@ -100,6 +101,24 @@ def new_head(
     )
 
 
+def started_head(folder: Path, target: Target, settings: EagleTrainSettings) -> EagleHead | MedusaHeads:
+    """The head in `folder`, to be trained on, with its own vocabulary. Raises UserError where it is of another kind or target."""
+    kind = head_kind(folder)
+    if kind != settings.kind:
+        raise UserError(
+            f"eagle start: {folder} holds {kind or 'no head'}, not {settings.kind}; set kind, or another start"
+        )
+    if kind != "medusa":
+        head = EagleHead.load(folder, target)
+        if settings.confidence and not head.config.confidence:
+            raise UserError(f"eagle start: {folder} has no confidence output to train; set confidence to 0")
+        return head
+    heads = MedusaHeads.load(folder, target)
+    if heads.config.heads != settings.rollouts:
+        raise UserError(f"eagle start: {folder} has {heads.config.heads} Medusa heads; set rollouts to that")
+    return heads
+
+
 def tap_columns(taps: Sequence[int], settings: EagleTrainSettings) -> list[int]:
     """Which of the cache's taps the head fuses. Raises UserError for a tap that the cache lacks."""
     wanted = taps if settings.taps is None else settings.taps
@@ -148,9 +167,15 @@ def train_eagle(
 ) -> EagleSummary:
     """Train a head on the cache's states and distribution; `folder` gets the best weights."""
     taps = reader.taps
-    vocabulary = draft_vocabulary(reader, target, settings.draft_vocabulary)
-    sample = sample_taps(reader) if settings.kind == "eagle3" and settings.embedding_start else None
-    head = new_head(target, taps, vocabulary, settings, sample, seed)
+    if settings.start is not None:
+        head = started_head(Path(settings.start).expanduser(), target, settings)
+        vocabulary = head.vocabulary
+        if isinstance(head, EagleHead) and head.config.taps:
+            settings = settings.model_copy(update={"taps": head.config.taps})
+    else:
+        vocabulary = draft_vocabulary(reader, target, settings.draft_vocabulary)
+        sample = sample_taps(reader) if settings.kind == "eagle3" and settings.embedding_start else None
+        head = new_head(target, taps, vocabulary, settings, sample, seed)
     objective = new_objective(head, target, taps, settings)
     rows = [held_out[i] for i in range(min(settings.held_out_rows, len(held_out)))]
     measured = HeldOut.of(target, rows, taps)

@@ -49,3 +49,21 @@ class HeldOut:
                 count[k] += len(logits)
         objective.train(training)
         return (accepted / count.clamp(min=1)).tolist()
+
+    @torch.no_grad()
+    def match(self, objective: Objective) -> float:
+        """Share of the supervised positions at which the first step's likeliest token is the target's: what greedy decoding would
+        accept there, and what the evaluation holds its own measurement against (`eval/depth_one.py`)."""
+        training = objective.training
+        objective.eval()
+        ids = objective.vocabulary.target_ids
+        same = count = 0
+        for batch in self.batches:
+            assert batch.last is not None
+            slots, logits = next(iter(objective.predictions(batch)))
+            p = self.target.head(batch.last[objective.teacher_places(slots, 0)])[:, : self.target.usable]
+            said = logits.masked_fill((ids >= self.target.usable).to(logits.device), float("-inf")).argmax(-1)
+            same += int((ids.to(said.device)[said] == p.argmax(-1)).sum())
+            count += len(said)
+        objective.train(training)
+        return same / max(count, 1)

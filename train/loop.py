@@ -31,7 +31,6 @@ from draftsmith.train.checkpoint import (
     SOURCE,
     Checkpoints,
     capture,
-    fingerprint,
     generators,
     restore,
     set_generators,
@@ -107,6 +106,7 @@ class _Position:
     step: int = 0
     weight: float = 0.0  # of all predictions that were trained
     best: float = -1.0
+    match: float = 0.0  # greedy, of the first step, of the weights that were kept
     since_best: int = 0
     lines: str = ""  # of training.jsonl
     summary: Summary = field(default_factory=Summary)
@@ -186,7 +186,7 @@ class _Trainer:
 
     def _resume(self, state: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> None:
         found = state["identity"]
-        if changed := [key for key, value in self.identity.items() if found.get(key) != value]:
+        if changed := [key for key, value in self.identity.items() if not _alike(found.get(key), value)]:
             raise UserError(
                 f"{self.checkpoints.folder}: of a run with another {', '.join(changed)}; "
                 "restore the setting to continue it, or delete the folder to begin anew"
@@ -325,7 +325,9 @@ class _Trainer:
                 if self.ranks.main:
                     self.keep()
                     self.checkpoints.note_draft()
-        return {"held_out_run_length": reached, "best_run_length": at.best, "best_step": at.summary.best_step}
+                    at.match = self.held_out.match(self.objective)
+        measured = {"held_out_run_length": reached, "best_run_length": at.best, "best_step": at.summary.best_step}
+        return measured | {"best_match": at.match}
 
     def _acceptance(self) -> list[float]:
         with unsharded(self.objective):
@@ -384,11 +386,20 @@ def identity(
         "objective": f"{type(objective).__name__}, {objective.steps} steps, decay {objective.decay}",
         **kept,
         "seed": seed,
-        "start of the weights": fingerprint(trained(objective)),
+        "start of the weights": {name: float(weights.detach().norm()) for name, weights in trained(objective).items()},
         "vocabulary of the draft": xxhash.xxh3_64_hexdigest(objective.vocabulary.target_ids.cpu().numpy().tobytes()),
         "rows": rows.hexdigest(),
         "held-out rows": text.hexdigest(),
     }
+
+
+def _alike(found: Any, wanted: Any) -> bool:
+    """Equal; norms of weights up to rounding, since a start that is computed (as from singular vectors) depends on the number of
+    threads in its last digits."""
+    if not isinstance(wanted, dict):
+        return bool(found == wanted)
+    same_names = isinstance(found, dict) and found.keys() == wanted.keys()
+    return same_names and all(math.isclose(found[name], value, rel_tol=1e-4) for name, value in wanted.items())
 
 
 def _record(loss: float, sums: Sums, learning_rate: float, rate: float) -> dict[str, float]:

@@ -15,8 +15,8 @@ the rest (`Matched`); `plain` applies it to logits, `draftsmith.train.fused` to 
 
 Tokens outside the draft's vocabulary have q = 0: they are lost acceptance, and add a constant (left out) to KL and JS.
 
-**Sampled teachers** give Σ_v c_v f(p_v, q_v) with E[c_v] = 1: unbiased, gradient included, for all but `negative_log_acceptance`
-and `adaptive_kl_tv`, which are no sums over tokens.
+**Sampled teachers** give Σ_v c_v f(p_v, q_v) with E[c_v] = 1: unbiased, gradient included, for all but `negative_log_acceptance`,
+`adaptive_kl_tv` and `top_k_cross_entropy`, which are no sums over the tokens that were drawn.
 """
 
 import functools
@@ -199,6 +199,15 @@ def cross_entropy(m: Matched) -> Tensor:
     return -m.log_q_token
 
 
+def top_k_cross_entropy(m: Matched, top_k: int = 10) -> Tensor:
+    """−Σ p log q over the target's `top_k` likeliest tokens, p not renormalised (HASS, arXiv 2408.15766, section 3.1). → [N].
+
+    Of a cache that keeps fewer tokens, or drew them, over the likeliest of those: a drawn list is no estimate of this sum.
+    """
+    p, columns = m.p.topk(min(top_k, m.p.shape[-1]))
+    return -(p * m.log_q.gather(-1, columns)).sum(-1)
+
+
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
@@ -207,6 +216,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "negative_log_acceptance": negative_log_acceptance,
     "adaptive_kl_tv": adaptive_kl_tv,
     "cross_entropy": cross_entropy,
+    "top_k_cross_entropy": top_k_cross_entropy,
 }
 
 
@@ -227,12 +237,13 @@ class Loss:
 
 
 def make_loss(settings: TrainSettings) -> Loss:
-    """The loss that `loss`, `beta`, `eta`, `rest` and `temperature` of the settings describe."""
+    """The loss that `loss`, `beta`, `eta`, `rest`, `top_k` and `temperature` of the settings describe."""
     options: dict[LossName, dict[str, Any]] = {
         "jensen_shannon": {"beta": settings.beta},
         "total_variation": {"rest": settings.rest},
         "negative_log_acceptance": {"rest": settings.rest},
         "adaptive_kl_tv": {"eta": settings.eta, "rest": settings.rest},
+        "top_k_cross_entropy": {"top_k": settings.top_k},
     }
     parts = tuple(
         (weight, functools.partial(LOSSES[name], **options.get(name, {}))) for name, weight in settings.mixture.items()

@@ -193,3 +193,10 @@ def make_optimizer(
     if not groups:
         raise ValueError("nothing to train: no parameter requires a gradient")
     return MuonAdamW(groups)
+
+
+def training_bytes(module: nn.Module) -> int:
+    """Bytes to train `module`, activations aside: fp32 masters and gradients, and one moment under Muon, two under AdamW."""
+    per_number = {"muon": 12, "adamw": 16}
+    groups = make_optimizer(module, 0.0, 0.0).param_groups
+    return sum(per_number[group["rule"]] * p.numel() for group in groups for p in group["params"])

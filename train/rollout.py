@@ -4,23 +4,34 @@ All slots of a row roll out in parallel. At step k slot t reads the data's token
 (g_t at step 0) and predicts x_{t+2+k}. Knows the head's `step` and nothing of losses.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from draftsmith.models.eagle import EagleHead
+
+# Queries of a causal block at once: its scores [SLOTS, T] are made again on the way back, and nothing of size T · T is kept.
+SLOTS = 256
+
+# Causal attention of slot t over 0 … t: query, key, value [B, heads, T, d] -> out [B, heads, T, d], log Σ exp(scores) [B, heads, T]
+Block = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class RolloutAttention:
     """An `Attend` for all slots at once: slot t sees the step-0 keys 0 … t and its own key of every later step.
 
-    The softmax is taken over the union. Later steps contribute one key per slot, so their scores are dot products and not
-    matrix products: memory grows with T · (T + K), not with T · K T.
+    The softmax is over the union: the causal block over step 0 comes with its log-normaliser, and the own keys of later steps,
+    whose scores are dot products, are merged into it exactly. So there is no score matrix of size T × K T, and memory grows with T.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block: Block | None = None) -> None:
+        """block: how the causal block is computed (default: by `flex_block` on a GPU, else by `causal_block`)."""
+        self._block = block
         self._keys: dict[int, list[Tensor]] = {}
         self._values: dict[int, list[Tensor]] = {}
 
@@ -32,15 +43,53 @@ class RolloutAttention:
         values.append(value)
         if len(keys) == 1:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        slots, scale = query.shape[2], query.shape[3] ** -0.5
-        causal = torch.ones(slots, slots, dtype=torch.bool, device=query.device).tril()
-        block = (query @ keys[0].mT * scale).masked_fill(~causal, float("-inf"))
-        own = torch.stack([(query * k).sum(-1) * scale for k in keys[1:]], dim=-1)
-        weights = torch.cat([block, own], dim=-1).softmax(-1)
-        out = weights[..., :slots] @ values[0]
-        for j, v in enumerate(values[1:]):
-            out = out + weights[..., slots + j, None] * v
+        block = self._block or (flex_block if query.is_cuda else causal_block)
+        before, log_before = block(query, keys[0], values[0])
+        own = torch.stack([(query * k).sum(-1) * query.shape[3] ** -0.5 for k in keys[1:]], dim=-1)
+        log_total = torch.logaddexp(log_before, own.logsumexp(-1))
+        out = (log_before - log_total).exp()[..., None] * before
+        for share, v in zip((own - log_total[..., None]).exp().unbind(-1), values[1:], strict=True):
+            out = out + share[..., None] * v
         return out
+
+
+def causal_block(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """A `Block` on any device: `SLOTS` queries at a time, each piece recomputed on the way back."""
+    slots = query.shape[2]
+    if slots <= SLOTS:
+        return _piece(query, key, value, 0)
+    pieces = [
+        checkpoint(
+            _piece, query[:, :, i : i + SLOTS], key[:, :, : i + SLOTS], value[:, :, : i + SLOTS], i, use_reentrant=False
+        )
+        for i in range(0, slots, SLOTS)
+    ]
+    return torch.cat([out for out, _ in pieces], dim=2), torch.cat([log_sum for _, log_sum in pieces], dim=2)
+
+
+def _piece(query: Tensor, key: Tensor, value: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Queries of slots first, first + 1 … over the keys from 0 to the last of them."""
+    hidden = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(first + 1)
+    scores = (query @ key.mT * query.shape[3] ** -0.5).masked_fill(hidden, float("-inf"))
+    log_sum = scores.logsumexp(-1)
+    return (scores - log_sum[..., None]).exp() @ value, log_sum
+
+
+def flex_block(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The same `Block` by FlexAttention, whose backward exists on GPUs alone; compiled there, with one mask a length."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    attention: Any = torch.compile(flex_attention) if query.is_cuda else flex_attention
+    mask = _causal_mask(query.shape[2], str(query.device))
+    out, beside = attention(query, key, value, block_mask=mask, return_aux=AuxRequest(lse=True))
+    return out, beside.lse
+
+
+@functools.lru_cache(maxsize=8)
+def _causal_mask(slots: int, device: str) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(lambda _b, _h, q, k: q >= k, None, None, slots, slots, device=device)
 
 
 def shift(tokens: Tensor, by: int) -> Tensor:

@@ -14,6 +14,7 @@ LossName = Literal[
     "negative_log_acceptance",
     "adaptive_kl_tv",
     "cross_entropy",
+    "top_k_cross_entropy",
 ]
 Rest = Literal["bucket", "tail"]
 
@@ -22,9 +23,9 @@ class TrainSettings(Settings):
     """How a draft is trained.
 
     loss: one of `train.losses`, or several with their weights ({forward_kl: 0.5, total_variation: 0.5}); beta: of
-    jensen_shannon, 0 is KL(p ‖ q), 1 is KL(q ‖ p); eta: of adaptive_kl_tv; rest: how the mass of a top-k cache's unlisted tokens
-    counts as acceptance, bucket (not at all) or tail (as far as the draft has mass there, too); temperature: of distillation, for
-    target and draft alike, 1 unless the cache keeps the whole distribution.
+    jensen_shannon, 0 is KL(p ‖ q), 1 is KL(q ‖ p); eta: of adaptive_kl_tv; top_k: tokens of top_k_cross_entropy; rest: how the mass
+    of a top-k cache's unlisted tokens counts as acceptance, bucket (not at all) or tail (as far as the draft has mass there, too);
+    temperature: of distillation, for target and draft alike, 1 unless the cache keeps the whole distribution.
     tokens: how many cached tokens it sees in all (rows come again in a new order each epoch); batch_tokens: of one micro-batch,
     padding included; accumulate: micro-batches of an optimiser step; matrix_lr: of Muon, for hidden matrices; other_lr: of AdamW,
     for heads, embeddings and norms; weight_decay: of matrices, heads and embeddings; warmup: share of the steps; clip: norm of
@@ -38,6 +39,7 @@ class TrainSettings(Settings):
     beta: float = Field(0.5, ge=0, le=1)
     eta: float = Field(3.0, ge=0)
     rest: Rest = "bucket"
+    top_k: int = Field(10, ge=1)
     temperature: float = Field(1.0, gt=0)
     tokens: int = Field(200_000, ge=1)
     batch_tokens: int = Field(2048, ge=1)
@@ -64,7 +66,12 @@ class TrainSettings(Settings):
         if not self.mixture:
             raise ValueError("loss: names no loss; give one, or several with their weights")
         by_acceptance = {"total_variation", "negative_log_acceptance", "adaptive_kl_tv"}
-        users = {"beta": {"jensen_shannon"}, "eta": {"adaptive_kl_tv"}, "rest": by_acceptance}
+        users = {
+            "beta": {"jensen_shannon"},
+            "eta": {"adaptive_kl_tv"},
+            "rest": by_acceptance,
+            "top_k": {"top_k_cross_entropy"},
+        }
         for option, names in users.items():
             if getattr(self, option) != type(self).model_fields[option].default and not names & set(self.mixture):
                 raise ValueError(
@@ -143,15 +150,18 @@ class DistillSettings(TrainSettings):
 # What each kind of head has no use for.
 OF_EAGLE = ("layers", "kv_heads", "intermediate", "inputs", "fc_bias", "detach", "feature_loss", "noise", "confidence")
 OF_EAGLE3 = ("width", "taps", "norm_taps", "norm_state", "head_from_target", "embedding_start")
+# The shape and first weights of a head, which a start from another head's folder brings along.
+SHAPE = (*OF_EAGLE3, "layers", "kv_heads", "intermediate", "inputs", "fc_bias", "draft_vocabulary")
 UNUSED = {"eagle3": (), "eagle1": (*OF_EAGLE3, "draft_vocabulary"), "medusa": (*OF_EAGLE, *OF_EAGLE3)}
 
 
 class EagleTrainSettings(TrainSettings):
     """Kind, shape and start of a head besides its training.
 
-    kind: eagle3, eagle1 (EAGLE-2 is eagle1 with a dynamic tree) or medusa; the last two take cache.last. rollouts:
-    training-time-test steps (1: none), for medusa the number of heads; decay: weight of each step relative to the one before;
-    survival: a prediction also weighs as much as its chain is expected to get there.
+    start: folder of a head of the same kind for this target, trained or imported, to continue from; shape, vocabulary and its
+    mapping are that head's. kind: eagle3, eagle1 (EAGLE-2 is eagle1 with a dynamic tree) or medusa; the last two take cache.last.
+    rollouts: training-time-test steps (1: none), for medusa the number of heads; decay: weight of each step relative to the one
+    before; survival: a prediction also weighs as much as its chain is expected to get there.
 
     draft_vocabulary: size V_d, the most frequent supervised tokens, or below 1 the share of them that it must cover (null: the
     whole vocabulary). width, kv_heads, intermediate: as in the target unless given; taps: those of the cache's that are fused
@@ -159,11 +169,12 @@ class EagleTrainSettings(TrainSettings):
     the joined token's embedding on, in heads whose attention is as wide as they are (`models.eagle.start_from_embedding`).
     norm_taps, norm_state: EAGLE-3.1. inputs: what a slot joins, "shifted" or one of EAGLE's ablations.
 
-    detach: no gradient between rollout steps (HASS). feature_loss: weight of the regression to the target's last state (EAGLE-1's
-    published mixture, 1 to 0.1, is 10); noise: half-width of the uniform noise on the features (EAGLE-1). confidence: weight of
-    training a further output to predict acceptance (0: the head has none).
+    detach: no gradient between rollout steps (HASS, together with top_k_cross_entropy). feature_loss: weight of the regression to
+    the target's last state (EAGLE-1's published mixture, 1 to 0.1, is 10); noise: half-width of the uniform noise on the features
+    (EAGLE-1). confidence: weight of training a further output to predict acceptance (0: the head has none).
     """
 
+    start: str | None = Field(None, min_length=1)
     kind: Literal["eagle3", "eagle1", "medusa"] = "eagle3"
     rollouts: int = Field(5, ge=1)
     decay: float = Field(1.0, gt=0)
@@ -195,6 +206,8 @@ class EagleTrainSettings(TrainSettings):
         fields = type(self).model_fields
         if extra := [name for name in UNUSED[self.kind] if getattr(self, name) != fields[name].default]:
             raise ValueError(f"{extra[0]}: kind {self.kind} has no use for it; leave it out, or give another kind")
+        if self.start and (given := [name for name in SHAPE if getattr(self, name) != fields[name].default]):
+            raise ValueError(f"{given[0]}: a start from another head brings it along; leave it out, or leave start out")
         if self.feature_loss and self.width is not None:
             raise ValueError("feature_loss: compares the head's state with the target's, so leave width out")
         return self

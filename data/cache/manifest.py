@@ -109,6 +109,9 @@ class Manifest(Settings):
         return sum(len(shard.dropped) for shard in self.shards)
 
 
+_ANEW = "delete {} and make the cache again"
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a cache. Raises `UserError` when there is none, or when it does not fit this version."""
     path = Path(folder) / NAME
@@ -120,7 +123,9 @@ def read_manifest(folder: Path) -> Manifest:
             raise UserError(f"{path}: does not have its own digest; run `draftsmith cache-repair CONFIG`")
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         if version != SCHEMA:
-            raise UserError(f"{path}: schema_version {version}, this version reads {SCHEMA}; make the cache again")
+            raise UserError(
+                f"{path}: schema_version {version}, this version reads {SCHEMA}; {_ANEW.format(path.parent)}"
+            )
         manifest = Manifest.model_validate(raw)
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
@@ -133,7 +138,7 @@ def read_manifest(folder: Path) -> Manifest:
         if manifest.conventions.get(key) != value:
             found = manifest.conventions.get(key)
             raise UserError(
-                f"{path}: conventions.{key} is {found!r}, this version reads {value!r}; make the cache again"
+                f"{path}: conventions.{key} is {found!r}, this version reads {value!r}; {_ANEW.format(path.parent)}"
             )
     return manifest
 

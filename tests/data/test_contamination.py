@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draftsmith.data.contamination import TEXT_PROMPT, repeated_prompts
+from draftsmith.data.contamination import TEXT_PROMPT, begun, repeated_prompts
 from draftsmith.data.corpus import DataSettings
 from draftsmith.data.rows import Row, Rows, write_rows
 
@@ -47,3 +47,10 @@ def test_a_prompt_counts_where_a_training_row_has_exactly_it_as_a_prompt(
     measured = rows(tmp_path / "held_out", held_out, ([70, 71, 72], [(2, 3)]), ([70, 71], [(1, 2)]))
     # The last row is a text too short to be a prompt.
     assert repeated_prompts(train, measured) == {"prompts": 2, "repeated": found}
+
+
+def test_a_prompt_of_any_length_counts_where_a_training_row_begins_with_it(tmp_path: Path) -> None:
+    train = rows(tmp_path, TALK, ([*TEXT, 7, 8], [(1, TEXT_PROMPT + 2)]))
+    assert begun(train, [[1, 2], [1, 2, 3], TEXT[:5], [*TEXT, 7, 8]]) == 4
+    assert begun(train, [[2, 3], [1, 3], [*TEXT, 7, 9], [1, 2, 3, 4, 5, 6, 7]]) == 0
+    assert begun(train, [[1, 2], [1, 2], [9]]) == 2, "each prompt counts"

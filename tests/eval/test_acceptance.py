@@ -9,6 +9,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval import rules
 from draftsmith.eval.acceptance import PlainRuns, evaluate, held_out_prompts
 from draftsmith.eval.drafters import LMDrafter
+from draftsmith.eval.prompts import Question
 from draftsmith.eval.settings import EvalSettings
 from draftsmith.models.draft import DraftLM
 
@@ -55,7 +56,10 @@ def test_every_result_has_the_documented_keys_and_states_identical():
         assert result["tokens"] <= 48
     greedy = results[0]
     assert greedy["identical"] == [4, 4]
-    assert greedy["speedup"]["value"] > 0
+    for name in ("speedup", "draft_cost", "verify_cost", "speedup_predicted"):
+        assert greedy[name]["value"] > 0
+        assert greedy[name]["count"] == 1
+    assert greedy["alpha_teacher_forced"] == {}, "no text was given"
     assert "identical" not in results[1]
 
 
@@ -87,11 +91,44 @@ def test_evaluating_twice_gives_the_same_numbers():
     assert first == second
 
 
+def test_a_trees_first_tokens_are_several_and_not_held_against_the_likeliest_one():
+    """FAULTS 59 is of chains: a tree accepts its second candidate too, which is no contradiction."""
+    target = tiny_target()
+    draft = LMDrafter(DraftLM.from_target_blocks(target, [0, 3]))
+    settings = SETTINGS.model_copy(update={"tree": (-1, 0, 0, 1, 3), "temperatures": (0.0,), "timed_prompts": 0})
+    for entry in evaluate(target, draft, prompts(target), settings, PlainRuns()):
+        assert (entry["tree"], entry["identical"]) == ("parents-4", [4, 4])
+        assert "depth_one" not in entry
+
+
+def test_prompts_in_other_batches_and_another_order_give_the_same_acceptance():
+    """FAULTS 63, at T = 0 and T = 1; the intervals' bootstrap goes by the order, what was measured does not."""
+    target = tiny_target()
+    draft = LMDrafter(DraftLM.from_target_blocks(target, [0, 3]))
+    asked = {domain: [*texts, Question((), ("the fox", "a dog"))] for domain, texts in prompts(target).items()}
+    order = [3, 0, 4, 2, 1]
+
+    def measured(batch, asked):
+        settings = SETTINGS.model_copy(update={"timed_prompts": 0, "batch": batch})
+        results = evaluate(target, draft, asked, settings, PlainRuns())
+        counts = [(r["verifies"], r["tokens"], [k.get("value") for k in r["n_alpha"]]) for r in results]
+        return counts, [r["alpha"]["value"] for r in results]
+
+    shuffled = {domain: [texts[i] for i in order] for domain, texts in asked.items()}
+    counts, alphas = measured(1, asked)
+    for found, values in (measured(4, asked), measured(4, shuffled)):
+        assert found == counts
+        assert values == pytest.approx(alphas, abs=1e-5)
+
+
 def test_the_oracle_is_accepted_wholly():
     target = tiny_target()
-    for result in evaluate(target, LMDrafter(target), prompts(target), SETTINGS, PlainRuns()):
+    results = evaluate(target, LMDrafter(target), prompts(target), SETTINGS, PlainRuns())
+    for result in results:
         assert result["alpha"]["value"] == pytest.approx(1.0, abs=1e-4)
-        assert result["tokens_per_verify"]["value"] == 4.0  # 12 tokens in three verifies of K + 1
+    whole = [result for result in results if result["tokens"] == 4 * 12]  # of others an EOS token cut the last verify
+    assert len(whole) > 2
+    assert {result["tokens_per_verify"]["value"] for result in whole} == {4.0}  # 12 tokens in three verifies of K + 1
 
 
 def test_domains_without_rows_and_prompts_beyond_the_context_are_refused():

@@ -10,7 +10,7 @@ from kit import tiny_target
 from draftsmith import speculative_decode
 from draftsmith.errors import UserError
 from draftsmith.eval import decode as decoding
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import (
     AlwaysWrong,
     Committed,
@@ -66,7 +66,7 @@ def greedy_of_transformers(target, prompt, tokens):
 
 def plain_greedy(target, texts, tokens):
     out = decode(
-        target, NoDraft(), texts, shape=chain_shape(1), sampler=Sampler(0.0), max_new_tokens=tokens, eos_ids=NO_EOS
+        target, NoDraft(), texts, Decoding(chain_shape(1), Sampler(0.0), max_new_tokens=tokens, eos_ids=NO_EOS)
     )
     return [result.tokens for result in out]
 
@@ -87,7 +87,7 @@ def test_greedy_output_equals_generate_token_for_token(flavour, shape):
     expected = [greedy_of_transformers(target, text, 12) for text in texts]
     for name, drafter in drafters(target).items():
         for form in SHAPES[shape]:
-            out = decode(target, drafter, texts, shape=form, sampler=Sampler(0.0), max_new_tokens=12, eos_ids=NO_EOS)
+            out = decode(target, drafter, texts, Decoding(form, Sampler(0.0), max_new_tokens=12, eos_ids=NO_EOS))
             assert [result.tokens for result in out] == expected, (name, form)
 
 
@@ -102,7 +102,7 @@ def test_hundred_prompts_equal_plain_greedy_for_every_k_and_tree(name):
     chains = [8] if name == "lookahead" else range(1, 9)
     for shape in (*map(chain_shape, chains), *SHAPES["static"], *SHAPES["dynamic"]):
         out = decode(
-            target, drafters(target)[name], texts, shape=shape, sampler=Sampler(0.0), max_new_tokens=8, eos_ids=NO_EOS
+            target, drafters(target)[name], texts, Decoding(shape, Sampler(0.0), max_new_tokens=8, eos_ids=NO_EOS)
         )
         assert [result.tokens for result in out] == plain, shape
 
@@ -123,7 +123,7 @@ def test_a_draft_lm_proposes_after_accepted_branches_what_a_fresh_one_proposes(s
     model = DraftLM.from_target_blocks(target, [0, 1, 2])
     drafter, [form] = Recording(model), SHAPES[shape]
     drafter.made = []
-    decode(target, drafter, prompts(6), shape=form, sampler=Sampler(0.0), max_new_tokens=24, eos_ids=NO_EOS)
+    decode(target, drafter, prompts(6), Decoding(form, Sampler(0.0), max_new_tokens=24, eos_ids=NO_EOS))
     off_the_first_branch = 0
     for (before, tree), (after, _) in pairwise(drafter.made):
         if len(before) == len(after):
@@ -151,10 +151,7 @@ def test_the_oracle_gives_exactly_k_plus_1_tokens_per_verify_except_last_steps(K
         target,
         LMDrafter(target),
         prompts(4),
-        shape=chain_shape(K),
-        sampler=Sampler(temperature),
-        max_new_tokens=21,
-        eos_ids=NO_EOS,
+        Decoding(chain_shape(K), Sampler(temperature), max_new_tokens=21, eos_ids=NO_EOS),
     )
     assert {step.emitted for result in out for step in result.trace[:-1]} == {K + 1}
 
@@ -165,10 +162,7 @@ def test_the_always_wrong_draft_gives_exactly_one_token_per_verify():
         target,
         AlwaysWrong(target),
         prompts(3),
-        shape=chain_shape(3),
-        sampler=Sampler(0.0),
-        max_new_tokens=12,
-        eos_ids=NO_EOS,
+        Decoding(chain_shape(3), Sampler(0.0), max_new_tokens=12, eos_ids=NO_EOS),
     )
     assert {(step.emitted, step.accepted, step.drafted) for result in out for step in result.trace} == {(1, 0, 3)}
 
@@ -189,11 +183,8 @@ def test_a_prompt_decodes_alike_alone_in_a_batch_and_shuffled(name, temperature,
                 target,
                 drafter,
                 [texts[i] for i in names],
-                shape=shape,
-                sampler=Sampler(temperature),
-                max_new_tokens=8,
+                Decoding(shape, Sampler(temperature), max_new_tokens=8, eos_ids=NO_EOS),
                 names=names,
-                eos_ids=NO_EOS,
             )
             found |= {
                 i: (r.tokens, [(v.drafted, v.accepted, v.emitted, v.hits) for v in r.trace])
@@ -217,10 +208,7 @@ def test_output_and_finish_reason_are_right_for_eos_at_every_place_and_every_cap
                     target,
                     drafter,
                     [text],
-                    shape=chain_shape(5),
-                    sampler=Sampler(0.0),
-                    max_new_tokens=cap,
-                    eos_ids=frozenset({token}),
+                    Decoding(chain_shape(5), Sampler(0.0), max_new_tokens=cap, eos_ids=frozenset({token})),
                 )
                 assert out.tokens == plain[: min(first + 1, cap)]
                 assert out.finish_reason == ("stop" if first < cap else "length")
@@ -242,11 +230,7 @@ def test_output_and_finish_reason_are_right_for_every_stop_string_of_the_text():
             target,
             drafter,
             [text],
-            shape=chain_shape(4),
-            sampler=Sampler(0.0),
-            max_new_tokens=len(plain),
-            eos_ids=NO_EOS,
-            stop=[string],
+            Decoding(chain_shape(4), Sampler(0.0), max_new_tokens=len(plain), eos_ids=NO_EOS, stop=[string]),
             **more,
         )[0]
 
@@ -278,10 +262,7 @@ def test_on_tokens_receives_exactly_the_emitted_tokens_in_order():
             target,
             drafters(target)["draft LM"],
             texts,
-            shape=shape,
-            sampler=Sampler(0.0),
-            max_new_tokens=14,
-            eos_ids=frozenset({stop_at}),
+            Decoding(shape, Sampler(0.0), max_new_tokens=14, eos_ids=frozenset({stop_at})),
             on_tokens=listen,
         )
         assert len({len(result.trace) for result in out}) > 1  # rows end at different steps
@@ -312,8 +293,8 @@ def test_after_each_verify_the_cache_holds_the_committed_tokens_as_a_fresh_prefi
     states = []
     kept = KVCache.commit
 
-    def commit_and_compare(cache, path, counts):
-        kept(cache, path, counts)
+    def commit_and_compare(cache, paths):
+        kept(cache, paths)
         if cache is caches[0]:
             tokens = checked[-1][0]
             committed = min(int(cache.lengths[0]), len(tokens))  # the last verify may reach beyond the cap
@@ -329,7 +310,7 @@ def test_after_each_verify_the_cache_holds_the_committed_tokens_as_a_fresh_prefi
             states.append((committed, len(tokens)))
 
     monkeypatch.setattr(KVCache, "commit", commit_and_compare)
-    decode(target, draft, texts, shape=chain_shape(4), sampler=Sampler(0.0), max_new_tokens=40, eos_ids=NO_EOS)
+    decode(target, draft, texts, Decoding(chain_shape(4), Sampler(0.0), max_new_tokens=40, eos_ids=NO_EOS))
     assert len(states) > 5
     assert all(committed == tokens - 1 for committed, tokens in states[:-1])
 

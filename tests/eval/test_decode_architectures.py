@@ -4,7 +4,7 @@ import pytest
 import torch
 from architectures import MOST, target_of
 
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import EagleDrafter, LMDrafter
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import Dynamic, chain_shape
@@ -28,9 +28,7 @@ def test_greedy_output_with_drafts_equals_generate_token_for_token(name):
     ]
     head = new_eagle_head(target, choose_taps(target.blocks), DraftVocabulary.all_of(target.vocabulary))
     for drafter, shape in ((LMDrafter(target), chain_shape(2)), (EagleDrafter(head), Dynamic(2, 2, 5))):
-        out = decode(
-            target, drafter, texts, shape=shape, sampler=Sampler(0.0), max_new_tokens=TOKENS, eos_ids=frozenset()
-        )
+        out = decode(target, drafter, texts, Decoding(shape, Sampler(0.0), max_new_tokens=TOKENS, eos_ids=frozenset()))
         assert [result.tokens for result in out] == expected
         if isinstance(drafter, LMDrafter):
             assert [len(result.trace) for result in out] == [2, 2]  # three tokens each

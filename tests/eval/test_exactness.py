@@ -5,15 +5,13 @@ raises a false alarm about once in ten thousand runs. Planted wrong rules, with 
 without a fault must not.
 """
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
-from kit import tiny_model
+from law import FALSE_ALARM, PROMPT, V, enumerated_law, five_token_target, observed_counts, p_value
 
 from draftsmith.eval import rules
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import EagleDrafter, LMDrafter, MedusaDrafter, NoDraft, PromptLookup
 from draftsmith.eval.lookahead import Lookahead
 from draftsmith.eval.sampling import Sampler, draw
@@ -21,17 +19,10 @@ from draftsmith.eval.tree import Dynamic, chain_shape, level_shape
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import new_eagle_head
 from draftsmith.models.medusa import new_medusa_heads
-from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
 
-V, LENGTH, PROMPT = 5, 3, [1, 2, 1, 2, 4, 1]
-FALSE_ALARM = 1e-6
 SHAPES = {"chain": chain_shape(3), "static": level_shape([2, 2]), "dynamic": Dynamic(2, 3, 5)}
 FILTERS = {"none": {}, "top-k": {"top_k": 2}, "top-p": {"top_p": 0.8}}
-
-
-def five_token_target(seed=0):
-    return Target(tiny_model(seed=seed, vocabulary=V, pad_token_id=0))
 
 
 def drafters(target):
@@ -49,49 +40,6 @@ def drafters(target):
         "lookahead": Lookahead(window=2, grams=3, candidates=3),
         "oracle": LMDrafter(target),
     }
-
-
-def enumerated_law(target, sampler):
-    """Probability of every continuation of `LENGTH` tokens, from the target alone."""
-    texts = list(itertools.product(range(V), repeat=LENGTH))
-    ids = torch.tensor([[*PROMPT, *text] for text in texts])
-    with torch.no_grad():
-        p = sampler.probabilities(target.forward(ids).logits)
-    law = [np.prod([p[i, len(PROMPT) - 1 + t, token] for t, token in enumerate(text)]) for i, text in enumerate(texts)]
-    return np.array(law)
-
-
-def observed_counts(target, drafter, shape, sampler, draws, seed):
-    out = decode(
-        target,
-        drafter,
-        [PROMPT] * draws,
-        shape=shape,
-        sampler=sampler,
-        max_new_tokens=LENGTH,
-        seed=seed,
-        eos_ids=frozenset(),
-    )
-    counts = np.zeros(V**LENGTH)
-    for result in out:
-        a, b, c = result.tokens
-        counts[(a * V + b) * V + c] += 1
-    return counts
-
-
-def p_value(counts, law):
-    """χ² test; outcomes expected less than five times share one cell. Impossible outcomes that occur give 0."""
-    expected = law * counts.sum()
-    if counts[expected == 0].any():
-        return 0.0
-    rare = expected < 5
-    observed_cells = np.append(counts[~rare], counts[rare].sum())
-    expected_cells = np.append(expected[~rare], expected[rare].sum())
-    if expected_cells[-1] == 0:
-        observed_cells, expected_cells = observed_cells[:-1], expected_cells[:-1]
-    statistic = ((observed_cells - expected_cells) ** 2 / expected_cells).sum()
-    freedom = max(len(observed_cells) - 1, 1)
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(statistic / 2.0)))
 
 
 # Every shape meets every temperature and every filter, and every temperature every filter: a Latin square of the 27 cases.
@@ -128,12 +76,10 @@ def test_a_chain_that_stops_where_the_draft_is_unsure_keeps_the_law_and_does_sto
     drafter, shape = Unsure(DraftLM.from_target_blocks(target, [0, 3])), chain_shape(3, 0.5)
     counts = observed_counts(target, drafter, shape, sampler, 1000, 5)
     assert p_value(counts, enumerated_law(target, sampler)) > FALSE_ALARM
-    out = decode(target, drafter, [PROMPT] * 50, shape=shape, sampler=sampler, max_new_tokens=9, eos_ids=frozenset())
+    out = decode(target, drafter, [PROMPT] * 50, Decoding(shape, sampler, max_new_tokens=9, eos_ids=frozenset()))
     assert {step.drafted for result in out for step in result.trace} == {0, 1, 2, 3}
     alone = [
-        decode(
-            target, drafter, [PROMPT], shape=shape, sampler=sampler, max_new_tokens=9, names=[i], eos_ids=frozenset()
-        )
+        decode(target, drafter, [PROMPT], Decoding(shape, sampler, max_new_tokens=9, eos_ids=frozenset()), names=[i])
         for i in range(5)
     ]
     assert [a.tokens for [a] in alone] == [o.tokens for o in out[:5]]
@@ -254,13 +200,7 @@ def test_typical_acceptance_is_marked_lossy_and_is_lossy():
     target = five_token_target()
     sampler = Sampler(1.0, typical=(0.3, 0.09))
     [out] = decode(
-        target,
-        LMDrafter(target),
-        [PROMPT],
-        shape=chain_shape(2),
-        sampler=sampler,
-        max_new_tokens=4,
-        eos_ids=frozenset(),
+        target, LMDrafter(target), [PROMPT], Decoding(chain_shape(2), sampler, max_new_tokens=4, eos_ids=frozenset())
     )
     assert not out.lossless
     draft = LMDrafter(DraftLM.from_target_blocks(target, [0, 3]))

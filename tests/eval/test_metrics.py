@@ -1,9 +1,11 @@
 """The metric definitions on a trace made by hand (FAULTS 58)."""
 
+import numpy as np
 import pytest
 
 from draftsmith.eval.decode import Verify
-from draftsmith.eval.metrics import metrics
+from draftsmith.eval.metrics import by_position, by_prompt_length, metrics, ratio
+from draftsmith.eval.timing import Speed
 
 
 def step(accepted, K=5, emitted=None):
@@ -45,3 +47,51 @@ def test_intervals_cover_the_value_and_shrink_with_prompts():
         return interval["high"] - interval["low"]
 
     assert 0 < spread(200) < spread(8)
+
+
+def test_alpha_by_depth_is_of_the_acceptance_probabilities_reached_at_that_depth():
+    steps = [Verify(2, 1, 2, (0.9, 0.2), (True, False)), Verify(2, 0, 1, (0.5,), (False,))]
+    found = metrics([steps], K=2)
+    assert values(found["alpha_by_depth"]) == pytest.approx([0.7, 0.2])
+    assert [entry["count"] for entry in found["alpha_by_depth"]] == [2, 1]
+    assert found["alpha"]["value"] == pytest.approx(1.6 / 3)
+
+
+def test_a_verify_belongs_to_the_place_in_the_answer_where_it_begins():
+    """Five verifies of four tokens begin at 0, 4, 8, 12, 16: the last one alone is beyond 16."""
+    found = by_position([[[step(3)] * 4 + [step(1)]], [[step(0)]]])
+    assert [(b["from"], b["to"], b["prompts"]) for b in found] == [(0, 16, 2), (16, 32, 1)]
+    assert [b["tokens_per_verify"]["value"] for b in found] == [17 / 5, 2]
+    assert [b["alpha"]["value"] for b in found] == [12 / 17, 1 / 2]
+
+
+def test_a_second_answer_begins_at_its_own_first_token():
+    found = by_position([[[step(3)] * 5, [step(0)]]])
+    assert [(b["from"], b["tokens_per_verify"]["count"]) for b in found] == [(0, 5), (16, 1)]
+
+
+def test_prompts_are_sorted_by_their_length_and_the_last_bucket_has_no_end():
+    found = by_prompt_length([[[step(3)]], [[step(0)]], [[step(5)]]], [[31], [32], [1 << 20]])
+    assert [(b["from"], b["to"]) for b in found] == [(0, 32), (32, 64), (32768, None)]
+    assert [b["tokens_per_verify"]["value"] for b in found] == [4, 1, 6]
+
+
+def test_the_sums_of_each_prompt_give_every_metric_again():
+    traces = [[step(3), step(0)], [step(2), step(5), Verify(5, 1, 1, (0.4,), (True,))]]
+    found = metrics(traces, K=5)
+    sums = {name: np.array(column, dtype=float) for name, column in found["per_prompt"].items()}
+    assert ratio(sums["tokens"], sums["verifies"]) == found["tokens_per_verify"]
+    assert ratio(sums["accepted"], sums["drafted"]) == found["acceptance_rate"]
+    assert ratio(sums["overlap_at"].sum(1), sums["reached"].sum(1)) == found["alpha"]
+    for k in range(5):
+        assert ratio(sums["accepted_at"][:, k], sums["reached"][:, k]) == found["n_alpha"][k]
+        assert ratio(sums["survived"][:, k], sums["verifies"]) == found["survival"][k]
+
+
+def test_costs_and_the_predicted_speed_up_are_those_of_the_times_given():
+    """A plain step of 10 ms, a verify of 15 ms, a draft step of 1 ms, K = 5, 3 tokens per verify: 3 / (1.5 + 5 · 0.1)."""
+    speed = Speed([0.011, 0.011], [0.007, 0.007], [0.01, 0.01], [0.015, 0.015], [0.001, 0.001])
+    found = speed.metrics(np.array([30.0, 60.0, 30.0]), np.array([10.0, 20.0, 10.0]), K=5)
+    got = {name: entry["value"] for name, entry in found.items()}
+    assert got == pytest.approx({"speedup": 11 / 7, "draft_cost": 0.1, "verify_cost": 1.5, "speedup_predicted": 1.5})
+    assert {entry["count"] for entry in found.values()} == {2}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kit import TAPS, a_head, near_copy, tiny_target
 
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import EagleDrafter, LMDrafter, MedusaDrafter, NoDraft, PromptLookup
 from draftsmith.eval.replay import rank_profile, record, replay, sibling_acceptance, survival
 from draftsmith.eval.rules import rejection
@@ -43,7 +43,7 @@ def prompts(count=4, seed=0):
 
 def run(target, drafter, shape, sampler, texts, seed=0, **more):
     more = {"max_new_tokens": TOKENS, "eos_ids": frozenset()} | more
-    return decode(target, drafter, texts, shape=shape, sampler=sampler, seed=seed, **more)
+    return decode(target, drafter, texts, Decoding(shape=shape, sampler=sampler, seed=seed, **more))
 
 
 def counts(results):

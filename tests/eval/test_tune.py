@@ -6,7 +6,7 @@ from kit import near_copy, tiny_target
 
 from draftsmith.errors import UserError
 from draftsmith.eval.costs import PLAIN, GivenCosts, MeasuredCosts, Timing, describe, measure
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import LMDrafter, NoDraft, PromptLookup
 from draftsmith.eval.replay import Replayed, record
 from draftsmith.eval.sampling import Sampler
@@ -35,7 +35,9 @@ def prompts():
 
 
 def run(target, drafter, shape, sampler, texts):
-    return decode(target, drafter, texts, shape=shape, sampler=sampler, max_new_tokens=12, eos_ids=frozenset())
+    return decode(
+        target, drafter, texts, Decoding(shape=shape, sampler=sampler, max_new_tokens=12, eos_ids=frozenset())
+    )
 
 
 def traced(drafter, temperature=0.0, depth=4, **more):

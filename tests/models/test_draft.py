@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import LMDrafter
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import chain_shape
@@ -237,10 +237,7 @@ def test_vocabularies_padded_differently_draft_together_and_padding_is_never_emi
             target,
             drafter,
             [[7, 8, 9]] * 8,
-            shape=chain_shape(3),
-            sampler=Sampler(2.0),
-            max_new_tokens=40,
-            eos_ids=frozenset(),
+            Decoding(chain_shape(3), Sampler(2.0), max_new_tokens=40, eos_ids=frozenset()),
         )
         tokens = [token for result in results for token in result.tokens]
         assert len(tokens) == 320

@@ -1,6 +1,7 @@
 """The EAGLE-3 head: its equations written out plainly, RoPE, save and load, the draft vocabulary."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -237,10 +238,39 @@ def test_each_missing_tensor_is_named(tmp_path):
 
 
 def test_features_of_another_width_or_number_are_refused():
+    """FAULTS 46."""
     head = tiny_head(tiny_target())
     for shape in ((1, 4, 2, 32), (1, 4, 3, 16), (1, 4, 1, 96)):
         with pytest.raises(UserError, match="taps of width"):
             head.fuse(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("change", [{"heads": 3}, {"head_dim": 7}, {"width": 0}, {"layers": 0}, {"intermediate": 0}])
+def test_impossible_sizes_are_refused_before_a_weight_is_made(change):
+    """FAULTS 47."""
+    with pytest.raises(UserError, match="impossible shape"):
+        replace(tiny_head(tiny_target()).config, **change)
+
+
+@pytest.mark.parametrize("flag", ["norm_joined", "norm_residual"])
+def test_norms_of_other_projects_heads_stand_where_those_have_them(flag):
+    """FAULTS 45: one norm over the concatenated taps; the normed feature as the residual."""
+    target = tiny_target()
+    head = tiny_head(target, **{flag: True})
+    eps, taps = head.config.norm_eps, torch.randn(1, 5, 3, target.width)
+    joined = taps[0].flatten(1)
+    if flag == "norm_joined":
+        joined = rms(joined, head.input_norm.weight, eps)
+    g = head.fuse(taps)[0]
+    torch.testing.assert_close(g, joined @ head.fc.weight.T, atol=1e-4, rtol=1e-4)
+    tokens, positions = torch.randint(6, 100, (1, 5)), torch.arange(5)[None]
+    visible = torch.ones(1, 5, 5, dtype=torch.bool).tril()
+    state = head.step(tokens, g[None], positions, cached_attention(KVCache(1, 8, 1), visible, positions))
+    layer, feature = head.layers[0], rms(g, head.layers[0].hidden_norm.weight, eps)
+    e = rms(embedding_of(head)(tokens[0]), layer.input_layernorm.weight, eps)
+    residual = feature if flag == "norm_residual" else g
+    wanted = plain_layer(head, torch.cat([e, feature], -1), residual, positions[0], CAUSAL)
+    torch.testing.assert_close(state[0], wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_the_output_head_starts_from_the_targets_rows():

@@ -46,11 +46,11 @@ def test_after_commit_the_kept_branch_is_as_if_it_had_been_fed_alone(flavour):
     cache, prefixes = prefilled(target)
     tree, more = torch.randint(6, 100, (3, 4)), torch.randint(6, 100, (3, 2))
     target.forward(tree, cache=cache, visible=TREE, depths=DEPTHS)
-    paths, counts = torch.tensor([[0, 2, 3], [0, 1, 1], [0, 0, 0]]), [3, 2, 1]
-    cache.commit(paths, torch.tensor(counts))
+    paths = [[0, 2, 3], [0, 1], [0]]
+    cache.commit(paths)
     out = target.forward(more, cache=cache)
     for row, prefix in enumerate(prefixes):
-        alone = fresh_logits(target, prefix, tree[row, paths[row, : counts[row]]], more[row])[-2:]
+        alone = fresh_logits(target, prefix, tree[row, paths[row]], more[row])[-2:]
         torch.testing.assert_close(out.logits[row], alone, atol=1e-5, rtol=0)
 
 

@@ -41,6 +41,13 @@ def test_every_config_is_valid(name):
     assert load_config(FOLDER / f"{name}.yaml").config.name in (name, "demo", "demo-tiny")
 
 
+def test_the_sweep_over_temperatures_reuses_a_finished_demo():
+    """All that the demo's stages but the evaluation depend on is the same."""
+    demo, sweep = (load_config(FOLDER / f"{name}.yaml").config for name in ("demo", "temperatures"))
+    assert demo.model_dump(exclude={"name", "evaluation"}) == sweep.model_dump(exclude={"name", "evaluation"})
+    assert (sweep.evaluation.drafting, max(sweep.evaluation.temperatures)) == ("both", 2.0)
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_plan_without_a_network_gives_the_published_parameters_and_the_cache_size(name, offline, capsys, tmp_path):
     config = load_config(FOLDER / f"{name}.yaml", [f"run_root={tmp_path}"]).config

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from kit import WORDS
+from offline import wandb_values
 
-from draftsmith.cli import main
+from draftsmith.cli import _load, _run, main
 from draftsmith.run import RunFolder
+from draftsmith.tracked import KEYS, documented
 
 DRAFTS = ("untrained", "distilled", "eagle3-no-rollout", "eagle3", "prompt-lookup", "oracle")
 CONFIG = """
@@ -28,9 +30,12 @@ distill: {{tokens: 2000, batch_tokens: 256, validations: 1, held_out_rows: 2}}
 eagle:
   eagle3-no-rollout: {{rollouts: 1, tokens: 2000, batch_tokens: 256, validations: 1, held_out_rows: 2}}
   eagle3: {{rollouts: 3, tokens: 2000, batch_tokens: 256, validations: 1, held_out_rows: 2, kv_heads: 2, draft_vocabulary: 200}}
-evaluation: {{drafts: [{drafts}], prompts: 2, prompt_tokens: 16, max_new_tokens: 16, K: 3, timed_prompts: 1}}
+evaluation: {{drafts: [{drafts}], prompts: 2, prompt_tokens: 16, max_new_tokens: 16, K: 3, timed_prompts: 1, held_out_rows: 2}}
 tracking: {{trackers: []}}
 """
+
+
+TRACKED = "tracking.trackers=[wandb]"
 
 
 def document(rng: random.Random, chat: bool) -> dict[str, Any]:
@@ -44,7 +49,9 @@ def document(rng: random.Random, chat: bool) -> dict[str, Any]:
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config whose every stage has run."""
     file = new_config(tmp_path_factory.mktemp("pipeline"))
-    assert run("eval-acceptance", file) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        assert run("eval-acceptance", file, TRACKED) == 0
     return file
 
 
@@ -109,6 +116,71 @@ def test_the_result_names_draft_target_and_settings_by_paths_inside_the_run(conf
     assert str(config.parent) not in json.dumps(document)
 
 
+def test_training_teacher_forcing_and_decoding_agree_on_the_first_drafted_token(config: Path) -> None:
+    """FAULTS 59, from the trainer's note to the result: in fp32 to the last position."""
+    for draft in ("distilled", "eagle3-no-rollout", "eagle3"):
+        checks = results(config)[draft]["depth_one"]
+        assert set(checks) == {"held_out", "answers"}
+        assert [check["difference"] for check in checks.values()] == pytest.approx([0.0, 0.0], abs=1e-9), draft
+    assert set(results(config)["oracle"]["depth_one"]) == {"answers"}
+    assert results(config)["prompt-lookup"]["depth_one"] == {}
+
+
+def test_a_result_is_measured_again_from_its_file_alone(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FAULTS 61: the run folder may have moved, and the config be gone."""
+    run_copy = tmp_path / "elsewhere"
+    shutil.copytree(config.parent / "runs" / "exp", run_copy)
+    path = run_copy / "eval" / "eagle3.json"
+    assert run("eval-acceptance", "--again", path) == 0
+    assert "4 results again, acceptance is identical" in capsys.readouterr().out
+    document = json.loads(path.read_text())
+    document["results"][1]["alpha"]["value"] += 1e-6
+    path.write_text(json.dumps(document))
+    assert run("eval-acceptance", "--again", path) == 1
+    out = capsys.readouterr().out
+    assert out.count("DIFFERS: ") == 1
+    assert ": alpha is " in out
+    path.write_text(json.dumps(document | {"template": None}))
+    assert run("eval-acceptance", "--again", path) == 2
+    assert "another chat template" in capsys.readouterr().err
+    path.write_text(json.dumps(document | {"target": document["target"] | {"fingerprint": "0" * 32}}))
+    assert run("eval-acceptance", "--again", path) == 2
+    assert run("eval-acceptance", config, "--again", path) == 2
+    assert run("eval-acceptance") == 2
+
+
+def test_thresholds_set_the_exit_code(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FAULTS 60. A result is not worse than itself."""
+    assert run("eval-acceptance", config, "--min-alpha", "0.99", "--draft", "oracle") == 0
+    assert run("eval-acceptance", config, "--min-alpha", "0.99", "--draft", "untrained") == 3
+    assert "MISSED: untrained on " in capsys.readouterr().out
+    assert run("eval-acceptance", config, "--baseline", config.parent / "runs" / "exp") == 0
+
+
+def test_questions_of_a_file_take_the_place_of_held_out_rows_and_known_ones_are_counted(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FAULTS 11: the question of every training chat, and one of two turns that stands nowhere."""
+    root = config.parent / "asked"
+    shutil.copytree(config.parent / "runs", root)
+    lines: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": "Speak."}]}, {"turns": ["fox", "dog"]}]
+    (root / "q.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    asked = [f"run_root={root}", "evaluation.drafts=[prompt-lookup]", f"evaluation.questions={root}/q.jsonl"]
+    assert run("eval-acceptance", config, *asked) == 0
+    assert "warning: 1 of 2 prompts also begin training rows" in capsys.readouterr().out
+    document = json.loads((root / "exp" / "eval" / "prompt-lookup.json").read_text())
+    assert [(e["domain"], e["prompts"], e["answers"]) for e in document["results"]] == [("questions", 2, 3)] * 2
+    assert document["template"]["add_generation_prompt"]
+    assert document["prompts"]["questions"][1] == {"messages": [], "turns": ["fox", "dog"]}
+    assert run("eval-acceptance", config, *asked) == 0
+    assert "eval-acceptance: unchanged, skipped" in capsys.readouterr().out
+    (root / "q.jsonl").write_text(json.dumps(lines[0]))
+    assert run("eval-acceptance", config, *asked) == 0
+    assert len(json.loads((root / "exp" / "eval" / "prompt-lookup.json").read_text())["prompts"]["questions"]) == 1
+
+
 def test_a_second_run_skips_every_stage(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("eval-acceptance", config) == 0
     out = capsys.readouterr().out
@@ -122,6 +194,17 @@ def test_the_report_shows_every_draft_and_every_training_curve(config: Path) -> 
     page = (folder / "report.html").read_text()
     assert all(draft in page for draft in DRAFTS)
     assert {"training-target.png", "training-drafts.png"} <= {path.name for path in (folder / "plots").iterdir()}
+
+
+def test_an_offline_wandb_run_holds_every_documented_key_and_no_other(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    _run(_load(config, [TRACKED]), "report")
+    files = (config.parent / "runs" / "exp").glob("wandb/offline-run-*/*.wandb")
+    names = {name for file in files for name in wandb_values(file) if not name.startswith("_")}
+    assert [name for name in sorted(names) if len(list(documented(name))) != 1] == []
+    assert {key.name for name in names for key in documented(name)} == {key.name for key in KEYS}
 
 
 def test_tuning_from_stated_costs_leaves_the_choice_as_json_and_as_a_page(
@@ -152,8 +235,17 @@ def test_the_plan_tells_the_size_of_the_cache_and_the_parameters(
     said = float(out.split(" rows, ")[1].split(" MB")[0].replace(",", ""))
     stored = sum(path.stat().st_size for path in (config.parent / "runs" / "exp" / "cache").glob("*.safetensors"))
     assert said == pytest.approx(stored / 1e6, rel=0.05, abs=0.05)
-    for draft in ("distilled", "eagle3-no-rollout", "eagle3"):
+    folder = config.parent / "runs" / "exp"
+    for draft, log in {
+        "distilled": "draft",
+        "eagle3-no-rollout": "eagle/eagle3-no-rollout",
+        "eagle3": "eagle/eagle3",
+    }.items():
         assert f"{results(config)[draft]['draft']['parameters']:,}" in out
+        rate = json.loads((folder / log / "training.jsonl").read_text().splitlines()[-1])["tokens_per_second"]
+        assert f" {rate:,.0f} " in out  # what its training here reached
+    assert run("plan", config, "--train-tokens-per-second", "10", "distill.tokens=600") == 0
+    assert "60 seconds" in capsys.readouterr().out
 
 
 def test_changed_cache_settings_are_refused_by_name_and_nothing_is_lost(

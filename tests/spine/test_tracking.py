@@ -1,17 +1,24 @@
 """Tracking never stops training: no account, no network, a tracker that raises."""
 
+import importlib.util
+import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+from offline import wandb_records, wandb_values
+from pages import entry, write
 
 from draftsmith.errors import UserError
+from draftsmith.eval.results import load_results
 from draftsmith.tracking import Tracking, has_account
 
 
 class Recorder:
     """A tracker that remembers, and raises from the n-th value on."""
+
+    name = "recorder"
 
     def __init__(self, fails_at: int = 10**9) -> None:
         self.seen: list[tuple[dict[str, Any], int]] = []
@@ -133,6 +140,78 @@ def test_a_real_offline_run_writes_its_curve_below_the_run_folder_and_prints_not
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     out, err = capfd.readouterr()
     assert out + err == ""
+
+
+def an_evaluation(tmp_path: Path) -> tuple[list[dict[str, Any]], Any, Path]:
+    """Entries, the results that are read from them, and the page."""
+    warm = {"temperature": 1.0, "identical": None, "drafting": "sampled"}
+    entries = [entry("code", 2.4, 1.3, drafting="greedy"), entry("code", 1.6, **warm)]
+    write(tmp_path, eagle3=entries)
+    page = tmp_path / "report.html"
+    page.write_text("<!doctype html>the page")
+    return entries, load_results(tmp_path), page
+
+
+def test_an_evaluation_is_read_back_from_an_offline_wandb_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers, both tables with every row, a picture for each domain, and the page as it is."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    entries, results, page = an_evaluation(tmp_path)
+    made = Tracking(("wandb",), "draftsmith", tmp_path, {})
+    made.results("eagle3", entries)
+    made.report(results, page)
+    made.close()
+    [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    logged = wandb_values(file)
+    assert logged["eval/eagle3/code/T0/tokens_per_verify"] == 2.4
+    assert logged["eval/eagle3/code/T0/identical"] == 1.0
+    assert logged["eval/eagle3/code/T1/alpha"] == 0.7
+    media = file.parent / "files"
+    table = json.loads((media / logged["eval/results"]["path"]).read_text())
+    by_name = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert [(row["domain"], row["temperature"], row["tokens_per_verify"]) for row in by_name] == [
+        ("code", 0.0, 2.4),
+        ("code", 1.0, 1.6),
+    ]
+    depths = json.loads((media / logged["eval/n_alpha"]["path"]).read_text())
+    assert len(depths["data"]) == 10
+    assert len(logged["eval/n_alpha_heat_map"]["filenames"]) == 1
+    assert (media / logged["eval/report"]["path"]).read_text() == page.read_text()
+    artifacts = [record.artifact for record in wandb_records(file) if record.HasField("artifact")]
+    assert any(artifact.type == "report" for artifact in artifacts)
+
+
+def test_trackio_is_given_the_numbers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    recorder.name = "trackio"
+    entries, results, page = an_evaluation(tmp_path)
+    made = tracking(tmp_path, monkeypatch, trackio=recorder)
+    made.results("eagle3", entries)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.report(results, page)
+    [(values, _)] = recorder.seen
+    assert values["eval/eagle3/code/T0/speedup"] == 1.3
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard")
+def test_curves_tables_and_pictures_are_read_back_from_a_tensorboard_file(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    entries, results, page = an_evaluation(tmp_path)
+    made = Tracking(("tensorboard",), "draftsmith", tmp_path, {"seed": 0})
+    log = made.log("distill")
+    for step in (1, 2):
+        log({"loss": 3.0 - step}, step)
+    made.results("eagle3", entries)
+    made.report(results, page)
+    made.close()
+    read = EventAccumulator(str(tmp_path / "tensorboard" / "draftsmith"))
+    read.Reload()
+    assert [event.value for event in read.Scalars("distill/loss")] == [2.0, 1.0]
+    assert [event.value for event in read.Scalars("eval/eagle3/code/T0/tokens_per_verify")] == pytest.approx([2.4])
+    [text] = read.Tensors("eval/results/text_summary")
+    assert b"| eagle3 | code | 0.0 |" in text.tensor_proto.string_val[0]
+    assert read.Images("eval/n_alpha_heat_map/0")[0].width > 100
 
 
 @pytest.mark.parametrize(("device", "cpu"), [("cpu", True), ("cuda", False)])

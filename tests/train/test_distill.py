@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.cache.reader import CacheReader
 from draftsmith.data.rows import Row
 from draftsmith.errors import Stopped
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import LMDrafter, NoDraft
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import chain_shape
@@ -121,12 +122,12 @@ def test_the_expected_acceptance_of_training_is_what_the_decoder_measures(made, 
     distill(target, reader, rows, DistillSettings(**QUICK), tmp_path, seed=0)
     draft = DraftLM.load(tmp_path / "distilled", target)
     prompts = [[6 + i, 7, 8 + i] for i in range(64)]
-    options = {"shape": chain_shape(3), "sampler": Sampler(1.0), "max_new_tokens": 40, "eos_ids": frozenset()}
-    written = decode(target, NoDraft(), prompts, seed=1, **options)
+    how = Decoding(chain_shape(3), Sampler(1.0), max_new_tokens=40, eos_ids=frozenset(), seed=1)
+    written = decode(target, NoDraft(), prompts, how)
     texts = [np.array([*result.prompt, *result.tokens]) for result in written]
     held_out = [Row(text, np.arange(len(text)) >= 3, "prose", "") for text in texts]
     [expected] = HeldOut.of(target, held_out, ()).expected_acceptance(DraftLMObjective(draft))
-    traces = [result.trace for result in decode(target, LMDrafter(draft), prompts, seed=2, **options)]
+    traces = [result.trace for result in decode(target, LMDrafter(draft), prompts, replace(how, seed=2))]
     overlaps = [overlap for trace in traces for verify in trace for overlap in verify.overlaps]
     assert expected == pytest.approx(np.mean(overlaps), abs=0.02)
 

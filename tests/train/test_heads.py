@@ -12,13 +12,23 @@ from draftsmith.data.cache.build import build_cache
 from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.cache.reader import CacheReader
 from draftsmith.errors import UserError
-from draftsmith.eval.decode import as_drafter, decode
+from draftsmith.eval.decode import Decoding, as_drafter, decode
 from draftsmith.eval.drafters import EagleDrafter, MedusaDrafter
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import chain_shape
+from draftsmith.models.eagle import EagleHead, new_eagle_head
 from draftsmith.models.medusa import new_medusa_heads
+from draftsmith.models.serving.export import export_draft
+from draftsmith.models.serving.importing import import_draft
 from draftsmith.models.vocabulary import DraftVocabulary
-from draftsmith.train.eagle import draft_vocabulary, new_head, new_objective, supervised_counts, train_eagle
+from draftsmith.train.eagle import (
+    draft_vocabulary,
+    new_head,
+    new_objective,
+    started_head,
+    supervised_counts,
+    train_eagle,
+)
 from draftsmith.train.losses import forward_kl, plain
 from draftsmith.train.objectives import EagleObjective, MedusaObjective
 from draftsmith.train.rollout import rollout
@@ -139,9 +149,45 @@ def test_every_kind_trains_is_loaded_by_its_path_and_decodes_exactly(tmp_path, t
     assert isinstance(drafter, MedusaDrafter if options.kind == "medusa" else EagleDrafter)
     prompts = [[7, 8, 9, 30], [40, 41]]
     common = {"sampler": Sampler(0.0), "max_new_tokens": 12, "eos_ids": frozenset()}
-    plain_runs = decode(target, as_drafter(None, target), prompts, shape=chain_shape(1), **common)
-    drafted = decode(target, drafter, prompts, shape=chain_shape(3), **common)
+    plain_runs = decode(target, as_drafter(None, target), prompts, Decoding(chain_shape(1), **common))
+    drafted = decode(target, drafter, prompts, Decoding(chain_shape(3), **common))
     assert [d.tokens for d in drafted] == [p.tokens for p in plain_runs]
+
+
+def test_training_goes_on_from_a_head_with_its_weights_and_its_mapping(tmp_path):
+    """FAULTS 38: another corpus has other frequent tokens, and the mapping stays. 48: over a tied head, exported to each engine."""
+    target = tiny_target("tied")
+    rows = tiny_rows(tmp_path, [24, 30, 18])
+    build_cache(target, rows, tmp_path / "cache", CacheSettings(distribution="topk", state_codec="fp32", k=20))
+    reader, kept = CacheReader(tmp_path / "cache"), DraftVocabulary(torch.arange(6, 66), target.vocabulary)
+    options = {"tokens": 64, "batch_tokens": 64, "matrix_lr": 1e-9, "other_lr": 1e-9, "rollouts": 2}
+    for name, taps in (("head", reader.taps[:2]), ("elsewhere", (3,))):
+        new_eagle_head(target, taps, kept, norm_state=True).save(tmp_path / name)
+    settings = EagleTrainSettings(start=str(tmp_path / "head"), **options)
+    train_eagle(target, reader, rows, settings, tmp_path / "continued", 0)
+    before, after = (EagleHead.load(tmp_path / name, target) for name in ("head", "continued"))
+    assert after.config == before.config
+    assert torch.equal(after.vocabulary.target_ids, kept.target_ids)
+    for name, value in before.state_dict().items():
+        torch.testing.assert_close(after.state_dict()[name], value, atol=1e-6, rtol=0)
+    for engine in ("vllm", "sglang", "trtllm", "speculators"):
+        export_draft(tmp_path / "continued", target, engine, tmp_path / engine)
+        import_draft(tmp_path / engine, target, tmp_path / f"{engine} back")
+        again = EagleHead.load(tmp_path / f"{engine} back", target)
+        assert all(torch.equal(value, again.state_dict()[name]) for name, value in after.state_dict().items())
+    for change, said in (
+        ({"start": str(tmp_path / "elsewhere")}, "not 3"),
+        ({"kind": "eagle1"}, "holds eagle3, not eagle1"),
+        ({"kind": "medusa"}, "holds eagle3, not medusa"),
+        ({"confidence": 1.0}, "no confidence output"),
+    ):
+        with pytest.raises(UserError, match=said):
+            train_eagle(target, reader, rows, settings.model_copy(update=change), tmp_path / "x", 0)
+    with pytest.raises(ValidationError, match="draft_vocabulary: a start from another head brings it along"):
+        EagleTrainSettings(start="head", draft_vocabulary=60)
+    new_medusa_heads(target, DraftVocabulary.all_of(target.vocabulary), 3).save(tmp_path / "medusa")
+    with pytest.raises(UserError, match="has 3 Medusa heads"):
+        started_head(tmp_path / "medusa", target, EagleTrainSettings(kind="medusa", rollouts=2))
 
 
 def test_a_vocabulary_for_a_share_of_the_tokens_covers_it_and_is_no_larger_than_needed(tmp_path, target):

@@ -52,6 +52,10 @@ CLOSED = {
     "adaptive_kl_tv": (losses.adaptive_kl_tv, adaptive(3.0)),
     "adaptive_kl_tv 1": (functools.partial(losses.adaptive_kl_tv, eta=1.0), adaptive(1.0)),
     "cross_entropy": (losses.cross_entropy, lambda p, q: -math.log(q[TOKEN])),
+    "top_k_cross_entropy 2": (
+        functools.partial(losses.top_k_cross_entropy, top_k=2),
+        lambda p, q: -sum(a * math.log(b) for a, b in sorted(zip(p, q, strict=True))[-2:]),
+    ),
 }
 SUMS = ("forward_kl", "reverse_kl", "jensen_shannon", "jensen_shannon 0.1", "total_variation")  # over tokens
 TAIL = {name: functools.partial(CLOSED[name][0], rest="tail") for name in ("total_variation", "adaptive_kl_tv")}

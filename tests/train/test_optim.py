@@ -13,6 +13,7 @@ from draftsmith.train.optim import (
     orthogonalize,
     schedule,
     set_learning_rate,
+    training_bytes,
 )
 
 
@@ -166,3 +167,15 @@ def test_compute_is_fp32_on_a_cpu_without_bf16_units(monkeypatch: pytest.MonkeyP
     assert compute_dtype("cpu") is torch.float32
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
     assert compute_dtype("cpu") is torch.bfloat16
+
+
+def test_memory_to_train_is_that_of_masters_gradients_and_the_moments_that_exist_after_a_step():
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16))
+    optimizer = make_optimizer(model, 0.01, 0.01)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    held = [*model.parameters(), *(p.grad for p in model.parameters())]
+    held += [
+        value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value) and value.ndim
+    ]
+    assert training_bytes(model) == sum(tensor.numel() * tensor.element_size() for tensor in held)

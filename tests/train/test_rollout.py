@@ -10,7 +10,7 @@ from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import chain_shape
 from draftsmith.models.draft import DraftLM
 from draftsmith.train.losses import plain
-from draftsmith.train.rollout import rollout
+from draftsmith.train.rollout import RolloutAttention, causal_block, flex_block, rollout
 
 
 class Forced(Sampler):
@@ -178,3 +178,72 @@ def test_a_batch_with_nothing_supervised_has_loss_0_and_finite_gradients():
         assert sums.loss.item() == 0
         assert objective.weight(empty) == 0
         assert all(p.grad is None or torch.isfinite(p.grad).all() for p in objective.parameters())
+
+
+def dense_attention(query, keys, values):
+    """One softmax over [T, T + K T] scores: what the merged one must equal."""
+    slots, scale = query.shape[2], query.shape[3] ** -0.5
+    own = torch.eye(slots, dtype=torch.bool)
+    allowed = torch.cat([torch.ones(slots, slots, dtype=torch.bool).tril(), *[own] * (len(keys) - 1)], dim=1)
+    scores = (query @ torch.cat(keys, dim=2).mT * scale).masked_fill(~allowed, float("-inf"))
+    return scores.softmax(-1) @ torch.cat(values, dim=2)
+
+
+def attended(slots, steps, attend):
+    """Outputs of every step and the gradient of all inputs, in fp64, and the bytes kept for the way back."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(3, 1, 2, slots, 4, dtype=torch.float64, requires_grad=True) for _ in range(steps)]
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = (
+            tensor.untyped_storage().nbytes(),
+            tensor,
+        )  # alive: no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outs = [attend(k, inputs) for k in range(steps)]
+        total = sum(out.sin().sum() for out in outs)
+    size = sum(bytes_ for bytes_, _ in kept.values())
+    return outs, torch.autograd.grad(total, inputs), size
+
+
+def merged(block=None):
+    attention = RolloutAttention(block)
+    return lambda k, inputs: attention(0, *inputs[k])
+
+
+@pytest.mark.parametrize("slots", [1, 7, 40])
+def test_the_merged_attention_of_every_step_equals_the_dense_one(slots, monkeypatch):
+    """FAULTS 67: values and gradients, whole and in pieces of 16 queries."""
+    wanted = attended(
+        slots, 4, lambda k, xs: dense_attention(xs[k][0], [x[1] for x in xs[: k + 1]], [x[2] for x in xs[: k + 1]])
+    )
+    for piece in (256, 16):
+        monkeypatch.setattr("draftsmith.train.rollout.SLOTS", piece)
+        got = attended(slots, 4, merged())
+        for a, b in zip((*got[0], *got[1]), (*wanted[0], *wanted[1]), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+
+
+def test_what_a_rollout_keeps_grows_with_the_length_and_not_with_its_square(monkeypatch):
+    """FAULTS 67: under 2.3 × per doubling."""
+    monkeypatch.setattr("draftsmith.train.rollout.SLOTS", 32)
+    sizes = [attended(slots, 7, merged())[2] for slots in (128, 256, 512)]
+    assert sizes[1] / sizes[0] < 2.3
+    assert sizes[2] / sizes[1] < 2.3
+    monkeypatch.setattr(
+        "draftsmith.train.rollout.SLOTS", 512
+    )  # in one piece the scores are kept: the measure sees them
+    assert attended(512, 7, merged())[2] / attended(256, 7, merged())[2] > 3
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_gives_the_block_that_every_device_has():
+    """Forward alone: FlexAttention has no backward on a CPU. The merge around it is the same code."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 50, 16)
+    with torch.no_grad():
+        for got, wanted in zip(flex_block(query, key, value), causal_block(query, key, value), strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,254 @@
+"""`make bench-peers`: our default EAGLE-3 head against the recipes of speculators and SpecForge.
+
+Reads a finished run (runs/demo). All recipes learn from the same rows in the same steps, from the same states, with the same
+sizes of head and draft vocabulary; each peer trains with its own package in its own environment, at its default learning rate and
+at others. Which one counts is chosen on other held-out rows than are decoded in the end. One decoder, ours, measures all heads.
+Writes docs/studies/peers.json and docs/peers.md; what is done is a line of `<folder>/runs.jsonl` and is not done again.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from environments import PEERS, python_of
+from imported import check, imported
+from measure import CHAINS, SHAPES, measured, plain_texts, prompts_of
+from peers_page import best_of, longer_rows, page, study_rows
+from safetensors.torch import load_file
+from states import held_out, write_states
+
+from draftsmith.environment import describe_environment
+from draftsmith.files import digest, publish_json, publish_text
+from draftsmith.models.eagle import EagleHead
+from draftsmith.models.target import Target
+
+HERE = Path(__file__).parent
+#: Learning rates beside a peer's default, the likelier ones first.
+RATES = {"speculators": (3e-3, 1e-2, 3e-2), "specforge": (3e-3, 1e-2, 1e-3)}
+#: Our recipe with one thing changed: towards the peers', or where it may be improved.
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "without the start from the embedding": {"embedding_start": False},
+    "without it, and a random output head": {"embedding_start": False, "head_from_target": False},
+    "three rollouts": {"rollouts": 3},
+    "the normed state fed back": {"norm_state": True},
+    "adaptive KL and TV": {"loss": "adaptive_kl_tv"},
+    "twice the learning rate of matrices": {"matrix_lr": 0.04},
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One head: whose recipe, the learning rate (None: its default), the seed of order and start, what is changed in the recipe."""
+
+    recipe: str
+    rate: float | None = None
+    seed: int = 0
+    change: str = ""
+
+    @property
+    def key(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all jobs share. choosing, prompts: per domain, decoded to choose a learning rate and in the end."""
+
+    run: Path
+    folder: Path
+    environments: Path
+    tokens: int
+    choosing: int
+    prompts: int
+    new_tokens: int
+
+    @property
+    def states(self) -> Path:
+        return self.folder / "states"
+
+    def place(self, job: Job) -> Path:
+        return self.folder / "heads" / f"{job.recipe}-{digest(asdict(job))[:12]}"
+
+
+class Journal:
+    """Finished work, a line each: {"job": …, "what": …, …}."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        self.entries = {(Job(**e["job"]).key, e["what"]): e for e in map(json.loads, lines)}
+
+    def get(self, job: Job, what: str) -> dict[str, Any] | None:
+        return self.entries.get((job.key, what))
+
+    def add(self, job: Job, what: str, **found: Any) -> None:
+        entry = {"job": asdict(job), "what": what, **found}
+        with self.path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(entry) + "\n")
+        self.entries[job.key, what] = entry
+
+
+def train(plan: Plan, job: Job) -> dict[str, Any]:
+    """Train one head in a process of its own, of one thread; what its training.json says."""
+    out = plan.place(job)
+    shutil.rmtree(out, ignore_errors=True)
+    if job.recipe == "ours":
+        command = [sys.executable, str(HERE / "train_ours.py"), "--run", str(plan.run), "--tokens", str(plan.tokens)]
+        for key, value in ABLATIONS[job.change].items() if job.change else ():
+            command += ["--change", f"{key}={json.dumps(value)}"]
+    else:
+        python = python_of(job.recipe, plan.environments)
+        command = [str(python), str(HERE / f"train_{job.recipe}.py"), "--states", str(plan.states)]
+        command += [] if job.rate is None else ["--rate", str(job.rate)]
+    command += ["--seed", str(job.seed), "--out", str(out)]
+    log = plan.folder / "logs" / f"{out.name}.txt"
+    log.parent.mkdir(exist_ok=True)
+    alone = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with log.open("w") as written:
+        done = subprocess.run(command, env=os.environ | alone, stdout=written, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise RuntimeError(f"{job}: ended with {done.returncode}; its last words are in {log}")
+    return json.loads((out / "training.json").read_text(encoding="utf-8"))
+
+
+def train_all(plan: Plan, journal: Journal, jobs: list[Job], workers: int) -> None:
+    missing = [job for job in jobs if journal.get(job, "trained") is None]
+    print(f"{len(jobs) - len(missing)} of {len(jobs)} heads are trained", flush=True)
+    with ThreadPoolExecutor(workers) as pool:
+        started = {pool.submit(train, plan, job): job for job in missing}
+        for future in as_completed(started):
+            job, found = started[future], future.result()
+            journal.add(job, "trained", **found)
+            print(f"{job}: {found['steps']} steps of {found['seconds_per_step']:.2f} s", flush=True)
+
+
+class Decoder:
+    """Opens heads and measures them: on the prompts that choose, and on those that count."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.target = Target.load(plan.run / "target")
+        self.probes = load_file(plan.states / "states.safetensors")
+        choosing, final = held_out(plan.run)
+        self.prompts = {
+            "choosing": prompts_of(choosing, self.target, plan.choosing, plan.new_tokens),
+            "final": prompts_of(final, self.target, plan.prompts, plan.new_tokens),
+        }
+        self.plain = {name: plain_texts(self.target, found, plan.new_tokens) for name, found in self.prompts.items()}
+
+    def head(self, job: Job) -> tuple[EagleHead, float]:
+        """A trained head, and how far its logits are from those of the code that trained it."""
+        folder = self.plan.place(job)
+        if job.recipe == "ours":
+            return EagleHead.load(folder, self.target), 0.0
+        head = imported(folder, self.target)
+        return head, check(head, folder, self.probes)
+
+    def measure(self, journal: Journal, jobs: list[Job], name: str) -> None:
+        for job in jobs:
+            if journal.get(job, name) is not None:
+                continue
+            head, apart = self.head(job)
+            what = CHAINS if name == "choosing" else tuple(SHAPES)
+            found = measured(
+                self.target, head, self.prompts[name], self.plain[name], what, self.plan.new_tokens, job.seed
+            )
+            journal.add(job, name, decoded=found, difference=apart)
+            said = {setting: round(sum(t for t, _ in p) / sum(v for _, v in p), 3) for setting, p in found.items()}
+            print(f"{name} {job}: {said}", flush=True)
+
+
+def run_all(plan: Plan, seeds: int, rates: int, ablations: bool, workers: int) -> Journal:
+    """Train and choose at the first seed, train the chosen at the others, and decode what is compared."""
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    for peer in PEERS:
+        python_of(peer, plan.environments)
+    write_states(plan.run, plan.states, plan.tokens, list(range(seeds)))
+    journal = Journal(plan.folder / "runs.jsonl")
+    ours = [Job("ours", seed=seed) for seed in range(seeds)]
+    tried = [Job(peer, rate) for peer in PEERS for rate in (*RATES[peer][:rates], None)]
+    train_all(plan, journal, [ours[0], *tried], workers)
+    decoder = Decoder(plan)
+    decoder.measure(journal, [ours[0], *tried], "choosing")
+    best = chosen_rates(journal)
+    print(f"chosen learning rates: {best}", flush=True)
+    chosen = [Job(peer, best[peer], seed) for seed in range(seeds) for peer in PEERS]
+    train_all(plan, journal, [*ours, *chosen], workers)
+    counted = list(dict.fromkeys([*ours, *chosen, *(Job(peer) for peer in PEERS)]))
+    decoder.measure(journal, counted, "final")
+    if ablations:
+        changed = [Job("ours", change=change) for change in ABLATIONS]
+        train_all(plan, journal, changed, workers)
+        decoder.measure(journal, changed, "final")
+    return journal
+
+
+def run_longer(plan: Plan, best: dict[str, float | None], workers: int) -> Journal:
+    """The chosen recipes once more, on as many tokens as this plan says, at one seed: whether what was found lasts."""
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    write_states(plan.run, plan.states, plan.tokens, [0])
+    journal = Journal(plan.folder / "runs.jsonl")
+    jobs = [Job("ours"), *(Job(peer, rate) for peer, rate in best.items())]
+    train_all(plan, journal, jobs, workers)
+    Decoder(plan).measure(journal, jobs, "final")
+    return journal
+
+
+def chosen_rates(journal: Journal) -> dict[str, float | None]:
+    return {peer: best_of(entries(journal, "choosing"), peer)["job"]["rate"] for peer in PEERS}
+
+
+def entries(journal: Journal, what: str) -> list[dict[str, Any]]:
+    return [entry for entry in journal.entries.values() if entry["what"] == what]
+
+
+def command(parser: argparse.ArgumentParser, given: argparse.Namespace) -> str:
+    """The make command that gives this result again."""
+    left_out = ("run", "folder", "environments", "workers")  # they change no number
+    changed = {k: v for k, v in vars(given).items() if k not in left_out and v != parser.get_default(k)}
+    options = " ".join(f"--{key}" if value is True else f"--{key} {value}" for key, value in changed.items())
+    return f'make bench-peers ARGS="{options}"' if options else "make bench-peers"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, nargs="?", default=Path("runs/demo"), help="a finished run")
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench-peers"), help="where finished work is noted")
+    parser.add_argument("--environments", type=Path, default=Path(".peers"), help="where the peers are installed")
+    parser.add_argument("--tokens", type=int, default=24_000, help="that every head sees")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument(
+        "--rates", type=int, default=3, help="learning rates tried beside each peer's default, at most 3"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="heads trained at once, a thread each")
+    parser.add_argument("--ablations", action="store_true", help="also our recipe with one thing changed at a time")
+    parser.add_argument("--longer", type=int, help="also the chosen recipes, at one seed, on so many tokens")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: few tokens and prompts, no page")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    tokens, sizes = (1500, (1, 2, 8)) if given.quick else (given.tokens, (8, 16, 48))
+    folder = (given.folder / f"{tokens}-tokens").resolve()
+    plan = Plan(given.run.resolve(), folder, given.environments.resolve(), tokens, *sizes)
+    journal = run_all(plan, given.seeds, given.rates, given.ablations, given.workers)
+    rows = study_rows(list(journal.entries.values()), tokens)
+    if given.longer:
+        longer = replace(plan, folder=folder.with_name(f"{given.longer}-tokens-longer"), tokens=given.longer)
+        rows += longer_rows(
+            list(run_longer(longer, chosen_rates(journal), given.workers).entries.values()), given.longer
+        )
+    study = {"environment": describe_environment(), "command": command(parser, given), "rows": rows}
+    places = (folder, folder) if given.quick else (Path("docs/studies"), Path("docs"))
+    publish_json(places[0] / "peers.json", study)
+    publish_text(places[1] / "peers.md", page(study))
+
+
+if __name__ == "__main__":
+    main()

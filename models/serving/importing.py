@@ -1,0 +1,237 @@
+"""Import a head that somebody else trained: SafeAILab's EAGLE and EAGLE-3 folders, vLLM's, speculators', SGLang's, Medusa's.
+
+The tensors are kept bit for bit under our names, with the draft vocabulary's mapping; what our head cannot compute is refused by
+name rather than left out. The result is a head folder like a trained one: it can be evaluated, trained on, and exported.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftsmith.errors import UserError
+from draftsmith.files import publish_files, publish_json
+from draftsmith.models.eagle import EagleConfig, EagleHead
+from draftsmith.models.heads import head_kind
+from draftsmith.models.medusa import MedusaConfig, MedusaHeads
+from draftsmith.models.serving.check import WEIGHTS, check_maps, check_tensors, read_config, read_tensors
+from draftsmith.models.serving.configs import eagle_config, medusa_config
+from draftsmith.models.serving.layouts import Expected
+from draftsmith.models.serving.names import our_name, their_name
+from draftsmith.models.target import Target
+from draftsmith.models.vocabulary import DraftVocabulary
+
+#: What a name holds -> why a head that has it cannot be imported.
+FOREIGN = {
+    "q_norm": "a norm per query head (Qwen3's), which our head has not",
+    "k_norm": "a norm per key head (Qwen3's), which our head has not",
+    "mask_hidden": "a parallel-drafting head (P-EAGLE), which our decoder has not",
+    "_proj.bias": "a bias in attention or MLP, which our head has not",
+    "kv_a_proj": "multi-head latent attention, which our head has not",
+    "weight_scale": "quantised weights; import the head as it was before",
+}
+
+
+@dataclass(frozen=True)
+class Imported:
+    """path: of the head's folder; kind: "eagle1", "eagle3" or "medusa"; notes: what was decided about it."""
+
+    path: Path
+    kind: str
+    notes: tuple[str, ...]
+
+
+@dataclass
+class _Given:
+    """Somebody's folder: its configuration, the part that describes the transformer, tensors by our names, and their names."""
+
+    folder: Path
+    config: dict[str, Any]
+    inner: dict[str, Any]
+    tensors: dict[str, Tensor]
+    spelt: dict[str, str]
+    notes: list[str]
+
+
+def import_draft(
+    folder: str | Path,
+    target: str | Path | Target,
+    out: str | Path,
+    *,
+    nested_ids: Literal["output", "input"] = "output",
+) -> Imported:
+    """Turn the head in `folder` into one of ours at `out`, for the target that it was trained for.
+
+    nested_ids: what ids below `eagle_config` count where there are none at the top level: outputs of blocks (SGLang, ModelOpt,
+    SpecForge) or their inputs (vLLM reads them so). Raises UserError naming whatever is missing, extra, of another shape, of
+    another target, or beyond our head.
+    """
+    folder, out = Path(folder), Path(out)
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out}: is not empty; give a new folder")
+    target = target if isinstance(target, Target) else Target.load(target)
+    given = _read(folder)
+    kind = _kind(given)
+    config: Any  # MedusaConfig or EagleConfig
+    config, vocabulary = _medusa(given, target) if kind == "medusa" else _eagle(given, target, kind, nested_ids)
+    _strict(given, config, vocabulary, target)
+    tensors = given.tensors | {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
+
+    def write(partial: Path) -> None:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, partial / WEIGHTS, {"format": "pt"})
+        publish_json(partial / "config.json", asdict(config))
+
+    publish_files(out, write)
+    return Imported(out, kind, tuple(given.notes))
+
+
+def _read(folder: Path) -> _Given:
+    if head_kind(folder) is not None:
+        raise UserError(f"{folder}: is a head of Draftsmith already; use the folder as it is")
+    config = read_config(folder)
+    speculators = config.get("speculators_model_type")
+    if speculators not in (None, "eagle3"):
+        raise UserError(f"{folder}/config.json: speculators_model_type {speculators!r}; only eagle3 can be imported")
+    inner = config.get("transformer_layer_config") if speculators else config
+    if not isinstance(inner, dict):
+        raise UserError(f"{folder}/config.json: transformer_layer_config is missing; restore it")
+    tensors: dict[str, Tensor] = {}
+    spelt: dict[str, str] = {}
+    for name, value in read_tensors(folder).items():
+        if name.endswith(
+            "rotary_emb.inv_freq"
+        ):  # older `transformers` stored RoPE's frequencies, which follow from the settings
+            continue
+        for part, reason in FOREIGN.items():
+            if part in name:
+                raise UserError(f"{folder}: {name} is of {reason}")
+        ours = our_name(name)
+        if ours in tensors:
+            raise UserError(f"{folder}: {name} and {spelt[ours]} are the same tensor in two spellings; remove one")
+        tensors[ours], spelt[ours] = value, name
+    return _Given(folder, config, inner, tensors, spelt, [])
+
+
+def _kind(given: _Given) -> str:
+    names = given.tensors
+    if given.config.get("model_type") == "medusa" or any(name.startswith("lm_heads.") for name in names):
+        return "medusa"
+    if given.config.get("speculators_model_type") or "draft_vocab_size" in given.config:
+        return "eagle3"
+    if any(name in names for name in ("layers.0.hidden_norm.weight", "norm.weight", "d2t")) and "fc.weight" in names:
+        return "eagle3"
+    if "fc.weight" in names:
+        return "eagle1"
+    raise UserError(
+        f"{given.folder}: no fc.weight, so no EAGLE head; an ordinary LM needs no import: give the folder as distill.checkpoint, "
+        "or to speculative_decode"
+    )
+
+
+def _medusa(given: _Given, target: Target) -> tuple[MedusaConfig, DraftVocabulary]:
+    numbered = [name.split(".")[1] for name in given.tensors if name.startswith(("blocks.", "lm_heads."))]
+    heads = 1 + max((int(number) for number in numbered if number.isdigit()), default=-1)
+    config = medusa_config(heads, target)
+    if "token_map" in given.tensors:
+        raise UserError(f"{given.folder}: token_map is of Medusa heads with a reduced vocabulary; import those without")
+    for i in range(heads):
+        weight = given.tensors.get(f"blocks.{i}.weight")
+        if weight is not None and f"blocks.{i}.bias" not in given.tensors:
+            given.tensors[f"blocks.{i}.bias"] = torch.zeros_like(weight[:, 0])  # computes the same
+            given.notes.append(f"blocks.{i}.bias is zero: the heads had none")
+    return config, DraftVocabulary.all_of(target.vocabulary)
+
+
+def _eagle(given: _Given, target: Target, kind: str, nested_ids: str) -> tuple[EagleConfig, DraftVocabulary]:
+    tensors = given.tensors
+    bias = tensors.get("fc.bias")
+    if bias is not None and not bool(bias.any()):  # SGLang's EAGLE-1 has the parameter whether it was trained or not
+        del tensors["fc.bias"]
+        given.notes.append("fc.bias is zero and was left out")
+    vocabulary = _vocabulary(given, target)
+    _check_shared(given, target, kind, vocabulary)
+    try:
+        config = eagle_config(
+            given.config, given.inner, kind, target, vocabulary.size, "fc.bias" in tensors, nested_ids == "output"
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{given.folder}/config.json: {error!r} stops it from being read; restore that field"
+        ) from error
+    if "rope_theta" not in given.inner and not given.inner.get("rope_parameters"):
+        given.notes.append("config.json says nothing of RoPE: base 10000 was taken, as engines do")
+    if kind == "eagle3" and not _ids_given(given.config):
+        given.notes.append(
+            f"config.json names no fused states: the default was taken, outputs of blocks {list(config.taps)}"
+        )
+    return config, vocabulary
+
+
+def _ids_given(config: Mapping[str, Any]) -> bool:
+    key = "eagle_aux_hidden_state_layer_ids"
+    return bool(config.get(key) or (config.get("eagle_config") or {}).get(key))
+
+
+def _vocabulary(given: _Given, target: Target) -> DraftVocabulary:
+    """The head's own mapping, kept as it is; the whole vocabulary where there is none."""
+    stated = given.inner.get("vocab_size")
+    if stated != target.vocabulary:
+        raise UserError(f"{given.folder}/config.json: vocab_size {stated}, the target has {target.vocabulary} tokens")
+    d2t, t2d = given.tensors.pop("d2t", None), given.tensors.pop("t2d", None)
+    size = given.config.get("draft_vocab_size") or target.vocabulary
+    if d2t is None:
+        if size != target.vocabulary:
+            raise UserError(
+                f"{given.folder}: d2t: missing, although the head says {size} of {target.vocabulary} tokens"
+            )
+        return DraftVocabulary.all_of(target.vocabulary)
+    if len(d2t) != size:
+        raise UserError(f"{given.folder}: d2t: shape {tuple(d2t.shape)}, not {(size,)}")
+    if t2d is not None and tuple(t2d.shape) != (target.vocabulary,):
+        raise UserError(f"{given.folder}: t2d: shape {tuple(t2d.shape)}, not {(target.vocabulary,)}")
+    if wrong := check_maps(d2t, t2d, target.vocabulary):
+        raise UserError(f"{given.folder}: {wrong[0]}")
+    return DraftVocabulary(d2t.long() + torch.arange(len(d2t)), target.vocabulary)
+
+
+def _check_shared(given: _Given, target: Target, kind: str, vocabulary: DraftVocabulary) -> None:
+    """Embedding and output head: the target's own are left out, others cannot be imported where ours has no place for them."""
+    embedding, output = (
+        module.weight.detach().cpu()
+        for module in (target.model.get_input_embeddings(), target.model.get_output_embeddings())
+    )
+    own = given.tensors.pop("embed_tokens.weight", None)
+    if own is not None and not (own.shape == embedding.shape and torch.equal(own, embedding.to(own.dtype))):
+        raise UserError(
+            f"{given.folder}: {given.spelt['embed_tokens.weight']} differs from the target's embedding, and our heads use the"
+            " target's; name the target that it was trained for"
+        )
+    if kind == "eagle1":
+        head = given.tensors.pop("lm_head.weight", None)
+        if head is not None and not (head.shape == output.shape and torch.equal(head, output.to(head.dtype))):
+            raise UserError(
+                f"{given.folder}: {given.spelt['lm_head.weight']} differs from the target's output head, which EAGLE-1 is read by"
+            )
+    elif "lm_head.weight" not in given.tensors:
+        fc = given.tensors.get("fc.weight")
+        rows = output[vocabulary.target_ids]
+        given.tensors["lm_head.weight"] = rows.to(rows.dtype if fc is None else fc.dtype).clone()
+        given.notes.append("there is no lm_head: the target's rows were copied, and are the head's own from here on")
+
+
+def _strict(given: _Given, config: Any, vocabulary: DraftVocabulary, target: Target) -> None:
+    """Raises UserError naming every tensor that is missing, extra or of another shape, as the folder spells it."""
+    with torch.device("meta"):
+        head = MedusaHeads(config, vocabulary) if config.kind == "medusa" else EagleHead(config, vocabulary, target)
+    expected = {name: Expected(tuple(value.shape), "float") for name, value in head.state_dict().items()}
+    spell = {
+        name: given.spelt.get(name) or their_name(name, given.spelt.values())
+        for name in expected.keys() | given.tensors.keys()
+    }
+    tensors = {spell[name]: value for name, value in given.tensors.items()}
+    if wrong := check_tensors(tensors, {spell[name]: wanted for name, wanted in expected.items()}):
+        raise UserError(f"{given.folder}: {'; '.join(wrong)}")
