@@ -376,9 +376,8 @@ def replay(trace: Trace, shape: Shape, sampled: bool = False) -> Replayed:
         visits[:, t] = inside
         for a in range(depth + 1):
             visits[:, t + a + 1] += inside * exactly[:, t, a]
-            kept = np.minimum(a, trace.lengths - t)
-            accepted += inside * exactly[:, t, a] * kept
-            squares += inside * exactly[:, t, a] * kept**2
+            accepted += inside * exactly[:, t, a] * a  # never beyond the text's end: nothing is accepted there
+            squares += inside * exactly[:, t, a] * a**2
     return Replayed(visits[:, :longest], trace.lengths, accepted, squares)
 
 

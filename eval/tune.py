@@ -20,7 +20,7 @@ from draftsmith.eval.replay import Trace, record
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
 from draftsmith.eval.tree import Dynamic, Shape, chain_shape
-from draftsmith.eval.tune_predict import Prediction, candidates, pays, predict, runtime_rules
+from draftsmith.eval.tune_predict import Prediction, candidates, pays, rank, runtime_rules
 from draftsmith.eval.tune_settings import TuneSettings
 from draftsmith.models.target import Target
 
@@ -53,6 +53,12 @@ class Tuner:
             evaluation,
             say,
         )
+        room = target.context - evaluation.max_new_tokens - max(settings.K, settings.depth)
+        prompts = {domain: [text for text in texts if len(text) <= room] for domain, texts in prompts.items()}
+        if not any(prompts.values()):
+            raise UserError(
+                f"tune.K, tune.depth: no prompt has at most {room} tokens, which is the room that they leave"
+            )
         self.domains = [domain for domain, texts in prompts.items() for _ in texts[: settings.prompts]]
         self.prompts = [list(text) for texts in prompts.values() for text in texts[: settings.prompts]]
         more = [list(text) for texts in prompts.values() for text in texts[settings.prompts : 2 * settings.prompts]]
@@ -337,18 +343,6 @@ class Tuner:
         self.say(f"tune: {line} ({time.monotonic() - self._started:.0f} s)")
 
 
-def rank(traces: Mapping[str, Trace], costs: Costs, settings: TuneSettings, whole: bool = True) -> list[Prediction]:
-    """All candidates whose costs are known, the fastest first; of equals the one with fewer nodes."""
-    found = []
-    for name, trace in traces.items():
-        for candidate in candidates(name, trace, settings):
-            try:
-                found.append(predict(candidate, trace, costs))
-            except KeyError:
-                continue
-    return sorted(found, key=lambda p: (-_point(p, whole), p.candidate.shape.nodes))
-
-
 def gate_of(heat: Sequence[Mapping[str, Any]]) -> float:
     """The highest temperature up to which every measured one pays; −1 if the lowest does not."""
     gate = -1.0
@@ -361,14 +355,6 @@ def gate_of(heat: Sequence[Mapping[str, Any]]) -> float:
 
 def _chains(longest: int) -> list[Shape]:
     return [chain_shape(K) for K in sorted({1, (longest + 1) // 2, longest})]
-
-
-def _point(prediction: Prediction, whole: bool) -> float:
-    plain, speculative = prediction.plain.sum(0), prediction.speculative.sum(0)
-    if whole:
-        count = len(prediction.plain)
-        plain, speculative = plain + count * prediction.start_plain, speculative + count * prediction.start
-    return float(np.median(plain) / np.median(speculative))
 
 
 def _families(ranked: Sequence[Prediction]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ Pure arithmetic over `replay.Trace` and `costs.Costs`: decodes nothing, times no
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +132,26 @@ def predict(candidate: Candidate, trace: Trace, costs: Costs) -> Prediction:
         )
     plain = replayed.tokens[:, None] * costs.plain()
     return Prediction(candidate, replayed, speculative, plain, costs.start(candidate.draft), costs.start(PLAIN))
+
+
+def rank(traces: Mapping[str, Trace], costs: Costs, settings: TuneSettings, whole: bool = True) -> list[Prediction]:
+    """All candidates whose costs are known, the fastest first; of equals the one with fewer nodes."""
+    found = []
+    for name, trace in traces.items():
+        for candidate in candidates(name, trace, settings):
+            try:
+                found.append(predict(candidate, trace, costs))
+            except KeyError:
+                continue
+    return sorted(found, key=lambda p: (-_point(p, whole), p.candidate.shape.nodes))
+
+
+def _point(prediction: Prediction, whole: bool) -> float:
+    plain, speculative = prediction.plain.sum(0), prediction.speculative.sum(0)
+    if whole:
+        count = len(prediction.plain)
+        plain, speculative = plain + count * prediction.start_plain, speculative + count * prediction.start
+    return float(np.median(plain) / np.median(speculative))
 
 
 def time_ratio(above: np.ndarray, below: np.ndarray, seed: int = 0) -> Interval:

@@ -69,7 +69,7 @@ def test_greedy_drafts_replay_to_the_very_counts_of_decoding(name):
         assert scored.accepted.tolist() == accepted, shape
 
 
-@pytest.mark.parametrize("shape", [chain_shape(3), Dynamic(3, 4, 9)], ids=["chain", "dynamic"])
+@pytest.mark.parametrize("shape", [chain_shape(3), Dynamic(3, 4, 3)], ids=["chain", "dynamic"])
 def test_deterministic_drafts_of_sampled_texts_replay_to_the_counts_of_verifying_these_texts(shape):
     target, drafter = tiny_target(), LMDrafter(near_copy())
     plain = run(target, NoDraft(), chain_shape(1), Sampler(0.5), prompts()[1:3])

@@ -12,8 +12,8 @@ from draftsmith.eval.replay import Replayed, record
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
 from draftsmith.eval.tree import Dynamic, chain_shape, level_shape
-from draftsmith.eval.tune import Tuner, gate_of, rank
-from draftsmith.eval.tune_predict import Candidate, Prediction, candidates, predict, runtime_rules, time_ratio
+from draftsmith.eval.tune import Tuner, gate_of
+from draftsmith.eval.tune_predict import Candidate, Prediction, candidates, predict, rank, runtime_rules, time_ratio
 from draftsmith.eval.tune_settings import StatedCosts, TuneSettings
 
 STATED = StatedCosts(target_step_ms=20, draft_step_ms=1, verify_ms={1: 20, 5: 22, 9: 26}, overhead_ms=0.5)
@@ -242,6 +242,14 @@ def test_a_sampled_plan_decodes_what_it_predicts_within_its_interval():
 def test_without_a_draft_that_could_serve_it_is_one_line():
     with pytest.raises(UserError, match=r"evaluation\.drafts"):
         Tuner(tiny_target(), {}, {"a": prompts()}, TuneSettings(), EVALUATION)
+
+
+def test_prompts_that_leave_no_room_for_the_longest_draft_are_left_out_and_without_others_it_is_one_line():
+    target, drafts = tiny_target(), {"prompt-lookup": PromptLookup()}
+    settings = TuneSettings(K=8, depth=6)  # 256 tokens of context, 12 new ones: 236 are left
+    assert Tuner(target, drafts, {"a": [[7] * 237, [7] * 236]}, settings, EVALUATION).prompts == [[7] * 236]
+    with pytest.raises(UserError, match="236 tokens"):
+        Tuner(target, drafts, {"a": [[7] * 237]}, settings, EVALUATION)
 
 
 @pytest.mark.parametrize(
