@@ -168,7 +168,7 @@ def eagle_config(
         raise UserError(f"config.json: hidden_act {inner['hidden_act']!r}; our heads compute silu alone")
     if width != target.width or (config.get("target_hidden_size") or width) != target.width:
         raise UserError(f"config.json: hidden_size {width} for a target of width {target.width}; both must be the same")
-    flags = _flags_of(config) if kind == "eagle3" else {}
+    flags: dict[str, Any] = dict(_flags_of(config)) if kind == "eagle3" else {}
     return EagleConfig(
         kind=kind,
         width=width,
