@@ -147,7 +147,8 @@ def read_run(folder: Path) -> None:
     RunFolder(folder).reason(Unit("cache", "", {}, ("target",), ("cache",), lambda: None))
     report.load_curves(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "_plots", lambda run, results: [])
+        patch.setattr(report, "_sections", lambda run, results: [])
+        patch.setattr(report, "_heat_plots", lambda results: [])
         report.build_report(folder)
     report.console_tables(load_results(folder))
 

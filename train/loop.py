@@ -47,6 +47,7 @@ from draftsmith.train.signals import on_signals
 
 Log = Callable[[dict[str, float], int], None]
 CHECKPOINTS = "checkpoints"
+START = "start of the weights"  # in the identity of a run
 SPEED = {"checkpoint_every", "bad_rows"}  # settings that may change between an interrupted run and its resumption
 
 
@@ -186,7 +187,7 @@ class _Trainer:
 
     def _resume(self, state: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> None:
         found = state["identity"]
-        if changed := [key for key, value in self.identity.items() if not _alike(found.get(key), value)]:
+        if changed := [key for key, value in self.identity.items() if not _alike(key, found.get(key), value)]:
             raise UserError(
                 f"{self.checkpoints.folder}: of a run with another {', '.join(changed)}; "
                 "restore the setting to continue it, or delete the folder to begin anew"
@@ -386,17 +387,17 @@ def identity(
         "objective": f"{type(objective).__name__}, {objective.steps} steps, decay {objective.decay}",
         **kept,
         "seed": seed,
-        "start of the weights": {name: float(weights.detach().norm()) for name, weights in trained(objective).items()},
+        START: {name: float(weights.detach().norm()) for name, weights in trained(objective).items()},
         "vocabulary of the draft": xxhash.xxh3_64_hexdigest(objective.vocabulary.target_ids.cpu().numpy().tobytes()),
         "rows": rows.hexdigest(),
         "held-out rows": text.hexdigest(),
     }
 
 
-def _alike(found: Any, wanted: Any) -> bool:
-    """Equal; norms of weights up to rounding, since a start that is computed (as from singular vectors) depends on the number of
+def _alike(key: str, found: Any, wanted: Any) -> bool:
+    """Equal; the norms of a start up to rounding, since one that is computed (as from singular vectors) depends on the number of
     threads in its last digits."""
-    if not isinstance(wanted, dict):
+    if key != START:
         return bool(found == wanted)
     same_names = isinstance(found, dict) and found.keys() == wanted.keys()
     return same_names and all(math.isclose(found[name], value, rel_tol=1e-4) for name, value in wanted.items())

@@ -10,6 +10,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.acceptance import PlainRuns, evaluate, shape_for
 from draftsmith.eval.decode import Decoding
 from draftsmith.eval.drafters import LMDrafter, PromptLookup
+from draftsmith.eval.prompts import Writer
 from draftsmith.eval.profile import rank_profile, spine
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
@@ -99,6 +100,7 @@ def test_the_oracles_profile_accepts_the_first_rank_at_every_depth():
     how = Decoding(chain_shape(1), Sampler(0.0), 12, eos_ids=frozenset())
     profile = rank_profile(target, LMDrafter(target), [[7, 8, 9], [20, 21]], how, 3, 2)
     assert profile == [[1.0, 0.0]] * 3
-    shape = shape_for(target, LMDrafter(target), [[7, 8, 9]], EvalSettings(K=3, tree="optimal", tree_nodes=3), 0.0)
+    settings = EvalSettings(K=3, tree="optimal", tree_nodes=3)
+    shape = shape_for(target, LMDrafter(target), [[7, 8, 9]], settings, 0.0, Writer(target))
     assert isinstance(shape, Static)
     assert shape.parents == chain_shape(3).parents
