@@ -5,12 +5,14 @@ The file is a LevelDB log of protobuf records (W&B's messages) behind seven byte
 
 import json
 import struct
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 IDENTITY, BLOCK, HEADER = b":W&B\xe1\xbe\x00", 32768, struct.Struct("<IHB")  # checksum, length, kind
+PATIENCE = 60  # seconds
 WHOLE, LAST = 1, 4  # kinds of a part after which a record is complete; 2 and 3 begin and continue one
 
 
@@ -24,13 +26,24 @@ def parts(content: bytes) -> Iterator[tuple[int, bytes]]:
             continue
         checksum, length, kind = HEADER.unpack_from(content, place)
         data = content[place + HEADER.size : place + HEADER.size + length]
+        if len(data) < length:
+            return  # it is being written
         assert zlib.crc32(data, zlib.crc32(bytes([kind]))) == checksum
         yield kind, data
         place += HEADER.size + length
 
 
-def wandb_records(file: Path) -> Iterator[Any]:
-    """Every record of a `.wandb` file."""
+def wandb_records(file: Path) -> list[Any]:
+    """Every record of a `.wandb` file. W&B may still write when a run has been ended: its last record is waited for."""
+    patience = time.monotonic() + PATIENCE
+    while not (records := list(_records(file))) or records[-1].WhichOneof("record_type") != "exit":
+        if time.monotonic() > patience:
+            break
+        time.sleep(0.1)
+    return records
+
+
+def _records(file: Path) -> Iterator[Any]:
     from wandb.proto import wandb_internal_pb2
 
     collected = b""

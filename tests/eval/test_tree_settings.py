@@ -10,8 +10,8 @@ from draftsmith.errors import UserError
 from draftsmith.eval.acceptance import PlainRuns, evaluate, shape_for
 from draftsmith.eval.decode import Decoding
 from draftsmith.eval.drafters import LMDrafter, PromptLookup
-from draftsmith.eval.prompts import Writer
 from draftsmith.eval.profile import rank_profile, spine
+from draftsmith.eval.prompts import Writer
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
 from draftsmith.eval.tree import Dynamic, Static, as_shape, chain_shape
