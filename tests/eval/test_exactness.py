@@ -1,4 +1,4 @@
-"""The law of what is decoded at T > 0: χ² over whole three-token continuations of models with five tokens.
+"""The law of what is decoded at T > 0: χ² over whole three-token continuations of models with five tokens. FAULTS 55.
 
 The target's own law is computed by enumeration. Each case draws 400 continuations and fails at p < 1e-6, so the whole file
 raises a false alarm about once in ten thousand runs. Planted wrong rules, with more draws, must all be caught; the same code

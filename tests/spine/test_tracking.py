@@ -1,4 +1,4 @@
-"""Tracking never stops training: no account, no network, a tracker that raises."""
+"""Tracking never stops training: no account, no network, a tracker that raises. FAULTS 66."""
 
 import importlib.util
 import json
