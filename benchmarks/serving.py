@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from draftsmith.data.cache.build import build_cache
@@ -123,29 +124,47 @@ def cases(run: Path, target: Target, folder: Path, heads: dict[str, Path], lengt
         for what, spoil in SPOILT.get(case.speculation["method"], {}).items():
             copy = exports / "spoilt" / f"{case.draft}-{what.replace(' ', '-')}"
             shutil.copytree(case.speculation["model"], copy)
-            config = json.loads((copy / "config.json").read_text(encoding="utf-8"))
-            publish_json(copy / "config.json", spoil(config))
+            spoil(copy)
             speculation = case.speculation | {"model": str(copy.resolve())}
             found.append(Case(case.draft, case.layout, case.K, case.drafter, speculation, what))
     lookup = {"method": "ngram", "prompt_lookup_max": LONGEST_LOOKUP, "prompt_lookup_min": 1}
-    for K in lengths:  # last: vLLM's lookup leaves the process unfit for a further engine
+    for K in lengths:
         speculation = lookup | {"num_speculative_tokens": K}
         found.append(Case("prompt-lookup", "", K, EarliestLookup(LONGEST_LOOKUP), speculation))
     return found
 
 
-def _taps_off(config: dict[str, Any]) -> dict[str, Any]:
-    return config | {IDS: [i - 1 for i in config[IDS]]}
+def _config(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Path], None]:
+    """A fault in an export's configuration."""
+
+    def spoil(export: Path) -> None:
+        config = json.loads((export / "config.json").read_text(encoding="utf-8"))
+        publish_json(export / "config.json", config | change(config))
+
+    return spoil
+
+
+def _heads_reversed(export: Path) -> None:
+    """The first head's tensors under the name of the last, and so on: blocks.HEAD.…, lm_heads.HEAD.…"""
+    file = export / "model.safetensors"
+    tensors = load_file(file)
+    last = max(int(name.split(".")[1]) for name in tensors)
+
+    def renamed(name: str) -> str:
+        kind, head, rest = name.split(".", 2)
+        return f"{kind}.{last - int(head)}.{rest}"
+
+    save_file({renamed(name): tensor for name, tensor in tensors.items()}, file)
 
 
 #: What vLLM loads without complaint and drafts badly with, by method.
-SPOILT: dict[str, dict[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+SPOILT: dict[str, dict[str, Callable[[Path], None]]] = {
     "eagle3": {
-        "taps off by one": _taps_off,
-        "wrong residual": lambda config: config | {"norm_before_residual": not config["norm_before_residual"]},
+        "taps off by one": _config(lambda config: {IDS: [i - 1 for i in config[IDS]]}),
+        "wrong residual": _config(lambda config: {"norm_before_residual": not config["norm_before_residual"]}),
     },
-    "eagle": {"bias in the configuration": lambda config: config | {"bias": True}},
-    "medusa": {"biases dropped": lambda config: config | {"medusa_fc_bias": False}},
+    "eagle": {"bias in the configuration": _config(lambda config: {"bias": True})},
+    "medusa": {"heads in reverse order": _heads_reversed},
 }
 
 
@@ -217,6 +236,9 @@ def serve(
         missing = [key for key in names if key not in done]
         if not missing:
             return {names[key]: entry for key, entry in done.items()}
+        # vLLM's lookup leaves its process unfit for a further engine: each has one of its own.
+        models = [key for key in missing if "model" in speculations[names[key]]]
+        missing = models or missing[:1]
         job["cases"] = [{"key": key, "name": names[key], "speculation": speculations[names[key]]} for key in missing]
         publish_json(folder / "job.json", job)
         with log.open("w", encoding="utf-8") as errors:
