@@ -20,8 +20,12 @@ from draftsmith.data.corpus import DataSettings, load_documents
 from draftsmith.data.rows import Rows
 from draftsmith.errors import UserError
 from draftsmith.eval import report
+from draftsmith.eval.prompts import Writer, read_questions
 from draftsmith.eval.results import load_results
+from draftsmith.eval.settings import EvalSettings
 from draftsmith.models.eagle import EagleHead
+from draftsmith.models.serving.export import export_draft
+from draftsmith.models.serving.importing import import_draft
 from draftsmith.run import RunFolder, Unit
 from draftsmith.train.checkpoint import Checkpoints
 
@@ -63,6 +67,9 @@ def known(kind: str) -> dict[str, bytes]:
             write_run(place)
         elif kind == "head":
             a_head(target).save(place)
+        elif kind == "imported head":
+            a_head(target).save(folder / "own")
+            export_draft(folder / "own", target, "speculators", place)
         elif kind == "checkpoints":
             import torch
 
@@ -157,6 +164,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "cache": read_cache,
     "rows": lambda folder: [row for row in Rows.open(folder, "train")],  # noqa: C416
     "head": lambda folder: EagleHead.load(folder, the_target()),
+    "imported head": lambda folder: import_draft(folder, the_target(), folder / "own"),
     "checkpoints": lambda folder: Checkpoints(folder).newest(lambda text: None),
     "run": read_run,
 }
@@ -260,3 +268,25 @@ def test_rows_of_json_are_documents_or_refused_in_one_line(rows: list[Any], rest
                 file.write_bytes(content)
                 source = DataSettings.model_validate({"sources": [{"kind": "json", "path": str(file)}]})
                 refused_or_read(lambda source=source: load_documents(source))  # type: ignore[misc]
+
+
+QUESTIONS = st.lists(
+    VALUES
+    | st.fixed_dictionaries({"question_id": VALUES, "category": VALUES, "turns": VALUES | st.lists(VALUES, max_size=2)})
+    | st.fixed_dictionaries({"prompt": VALUES, "domain": VALUES})
+    | st.fixed_dictionaries(
+        {"messages": st.lists(st.fixed_dictionaries({"role": VALUES, "content": VALUES}), max_size=3)}
+    ),
+    max_size=4,
+)
+
+
+@quick
+@given(rows=QUESTIONS, rest=st.binary(max_size=40) | st.sampled_from([b"[" * 5000, b"9" * 5000, b"\xff"]))
+def test_questions_are_prompts_or_refused_in_one_line(rows: list[Any], rest: bytes) -> None:
+    lines = "\n".join(map(json.dumps, rows)).encode()
+    with TemporaryDirectory() as name:
+        for content in (lines, lines + b"\n" + rest):
+            (file := Path(name) / "questions.jsonl").write_bytes(content)
+            writer = Writer(the_target(), "none")
+            refused_or_read(lambda: read_questions(file, EvalSettings(), writer, 100))  # noqa: B023
