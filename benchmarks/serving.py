@@ -120,7 +120,7 @@ def foreign_cases(target: Target, folder: Path, foreign: list[Path], lengths: li
         model = head if written == "speculators" else export_draft(own, target, "vllm", folder / "again" / own.name)
         for K in lengths:
             speculation = {"method": "eagle3", "model": str(model.resolve()), "num_speculative_tokens": K}
-            found.append(Case(f"trained by {written}", f"{written}, imported", K, as_drafter(own, target), speculation))
+            found.append(Case(head.name, f"{written}, imported", K, as_drafter(own, target), speculation))
     return found
 
 
