@@ -99,7 +99,7 @@ def acceptance_at(
             p[..., target.usable :] = float("-inf")
             q = head(states[part - first])
             for number, sampler in enumerate(samplers):
-                level[number, part] = expected(p, q, drafter.vocabulary, sampler)
+                level[number, part.numpy()] = expected(p, q, drafter.vocabulary, sampler)
         found.append(level)
     return np.stack(found, axis=1)
 

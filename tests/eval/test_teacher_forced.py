@@ -84,3 +84,14 @@ def test_the_oracle_is_accepted_everywhere_and_what_has_no_distribution_is_not_m
     assert found["tokens_per_verify_forced"] == pytest.approx(5.0)
     assert forced_metrics(target, PromptLookup(), texts(), [Sampler(1.0)], 4) == [{}]
     assert forced_metrics(target, LMDrafter(target), [], [Sampler(0.0), Sampler(1.0)], 4) == [{}, {}]
+
+
+def test_a_single_place_is_one_too():
+    """An answer of one verify: an index of one element must not be taken for a number."""
+    target = tiny_target()
+    wanted = np.zeros(8, dtype=bool)
+    wanted[5] = True
+    for drafter in (EagleDrafter(a_head(target)), LMDrafter(DraftLM.from_target_blocks(target, [0, 3]))):
+        found = acceptance_at(target, drafter, np.arange(9, 17), wanted, [Sampler(0.0), Sampler(1.0)], 1)
+        assert np.isfinite(found[:, 0]).sum(axis=1).tolist() == [1, 1]
+        assert np.isfinite(found[:, 0, 5]).all()
