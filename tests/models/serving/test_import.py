@@ -66,7 +66,15 @@ def test_other_heads_come_back_bit_for_bit(tmp_path, kind, flavour):
         assert source.keys() == found.keys()
         assert all(torch.equal(value, source[name]) for name, value in found.items())
         load = EagleHead.load if kind == "eagle1" else MedusaHeads.load
-        assert load(tmp_path / f"{fmt} back", target).config == load(tmp_path / "head", target).config
+        own, back = load(tmp_path / "head", target), load(tmp_path / f"{fmt} back", target)
+        assert back.config == own.config
+        if kind == "eagle1":
+            ids = torch.randint(6, 100, (12,))
+            assert torch.equal(trainers_logits(back, target, ids, 3), trainers_logits(own, target, ids, 3))
+        else:
+            last = torch.randn(5, target.width)
+            for k in range(3):
+                assert torch.equal(back.logits(back.state(last, k), k), own.logits(own.state(last, k), k))
 
 
 @pytest.mark.parametrize("flag", ["norm_joined", "norm_residual", "norm_taps", "norm_state"])
