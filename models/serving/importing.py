@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.files import publish_files, publish_json
 from draftsmith.models.eagle import EagleConfig, EagleHead
 from draftsmith.models.heads import head_kind
@@ -77,8 +77,18 @@ def import_draft(
     given = _read(folder)
     kind = _kind(given)
     config: Any  # MedusaConfig or EagleConfig
-    config, vocabulary = _medusa(given, target) if kind == "medusa" else _eagle(given, target, kind, nested_ids)
-    _strict(given, config, vocabulary, target)
+    try:
+        config, vocabulary = _medusa(given, target) if kind == "medusa" else _eagle(given, target, kind, nested_ids)
+        _strict(given, config, vocabulary, target)
+    except (
+        ArithmeticError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:  # of layers made with values that no layer has
+        raise UserError(f"{folder}/config.json: a value is impossible ({first_line(error)}); correct it") from error
+    if broken := [name for name, value in given.tensors.items() if not value.float().isfinite().all()]:
+        raise UserError(f"{folder}: {broken[0]}: holds NaN or infinity; get the weights again")
     tensors = given.tensors | {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
 
     def write(partial: Path) -> None:
@@ -189,7 +199,7 @@ def _vocabulary(given: _Given, target: Target) -> DraftVocabulary:
                 f"{given.folder}: d2t: missing, although the head says {size} of {target.vocabulary} tokens"
             )
         return DraftVocabulary.all_of(target.vocabulary)
-    if len(d2t) != size:
+    if tuple(d2t.shape) != (size,):
         raise UserError(f"{given.folder}: d2t: shape {tuple(d2t.shape)}, not {(size,)}")
     if t2d is not None and tuple(t2d.shape) != (target.vocabulary,):
         raise UserError(f"{given.folder}: t2d: shape {tuple(t2d.shape)}, not {(target.vocabulary,)}")

@@ -284,3 +284,28 @@ def test_our_own_heads_ordinary_models_and_full_folders_need_no_import(tmp_path)
     with pytest.raises(UserError, match="is not empty"):
         import_draft(folder, target, tmp_path / "head")
     assert EagleHead.load(tmp_path / "head", target).config.taps == TAPS
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_attention_heads", 0), ("head_dim", -32)])
+def test_a_value_that_no_layer_can_have_is_refused_in_one_line(tmp_path, key, value):
+    target = tiny_target()
+    saved(tmp_path / "head", target)
+    folder = export_draft(tmp_path / "head", target, "vllm", tmp_path / "out")
+    rewritten(folder, lambda config: config.update({key: value}))
+    with pytest.raises(UserError) as caught:
+        import_draft(folder, target, tmp_path / "back")
+    assert "\n" not in str(caught.value)
+
+
+def test_nan_weights_and_a_two_dimensional_d2t_are_refused(tmp_path):
+    target = tiny_target()
+    saved(tmp_path / "head", target, half_of(target))
+    folder = export_draft(tmp_path / "head", target, "vllm", tmp_path / "out")
+    tensors = load_file(folder / "model.safetensors")
+    for name, value, message in (
+        ("fc.weight", tensors["fc.weight"] * float("nan"), "NaN"),
+        ("d2t", tensors["d2t"][:, None], "shape"),
+    ):
+        save_file(tensors | {name: value.contiguous()}, folder / "model.safetensors")
+        with pytest.raises(UserError, match=message):
+            import_draft(folder, target, tmp_path / "back")
