@@ -38,9 +38,10 @@ from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import EagleHead
 from draftsmith.models.target import Target
 from draftsmith.run import RunFolder, execute, needed
-from draftsmith.stages import Work, stage_units
+from draftsmith.stages import stage_units
 from draftsmith.train.distill import distill
 from draftsmith.train.eagle import train_eagle
+from draftsmith.work import Work
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cache_page import Study, page
