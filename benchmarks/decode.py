@@ -49,7 +49,7 @@ class Size(NamedTuple):
     twin: float
 
 
-FULL, QUICK = Size(12, 4, 36, 48, 4000, 12.0), Size(2, 1, 4, 20, 100, 1.5)
+FULL, QUICK = Size(12, 12, 36, 48, 4000, 12.0), Size(2, 1, 4, 20, 100, 1.5)
 
 
 class Study:
@@ -96,10 +96,16 @@ def against_transformers(
 
 
 def speed(
-    study: Study, name: str, target: Target, drafters: dict[str, Drafter], texts: list[list[int]], heavy: bool
+    study: Study,
+    name: str,
+    target: Target,
+    drafters: dict[str, Drafter],
+    texts: list[list[int]],
+    light: Target | None = None,
 ) -> Costs:
-    """Measured speed-up over plain decoding, what the costs predict, and the share of time inside model forwards: for chains of K,
-    and for the shape that is predicted to be fastest on other prompts."""
+    """Measured speed-up over plain decoding, what the costs predict, and the share of time inside model forwards: for chains of K
+    and, of a heavy twin, for the shape that is predicted to be fastest on other prompts, decoded with the `light` target."""
+    heavy = light is not None
     tokens, tuning = study.size.tokens, study.size.tuning
     costs = Costs(target, NODES)
     middle = len(texts[0]) + tokens // 2
@@ -107,8 +113,8 @@ def speed(
     sides: dict[tuple[str, str], Shape] = {}
     for draft, drafter in drafters.items():
         sides[draft, f"chain of {K}"] = chain_shape(K)
-        if heavy:
-            best, shape = fastest(target, drafter, texts[:tuning], costs, tokens)
+        if light is not None:
+            best, shape = fastest(light, drafter, texts[:tuning], costs, tokens)
             if shape != chain_shape(K):
                 sides[draft, f"{best}, chosen on {tuning} other prompts"] = shape
     plain: list[Run] = []
@@ -166,9 +172,17 @@ def inside_forwards(target: Target, drafter: Drafter, texts: list[list[int]], sh
 
 
 def fastest(target: Target, drafter: Drafter, texts: list[list[int]], costs: Costs, tokens: int) -> tuple[str, Shape]:
-    """The shape with the largest predicted speed-up on these prompts."""
+    """The shape with the largest predicted speed-up on these prompts, at these costs. target: of the same function as the one that
+    the costs are of, so the small target counts what the heavy twin accepts."""
+    how = Decoding(chain_shape(1), Sampler(0.0), tokens, eos_ids=frozenset())
+    profile = rank_profile(target, drafter, texts, how, DEPTH, 4)
     shapes: dict[str, Shape] = {f"chain of {k}": chain_shape(k) for k in (2, 3, 4, K, 7)}
-    shapes |= {f"dynamic tree of {n}, depth {d}": Dynamic(4, d, n) for n, d in ((8, 4), (16, 5), (31, 6))}
+    shapes |= {f"static tree of {n}": optimal_shape(profile, n) for n in (7, 15, 31)}
+    shapes |= {
+        f"dynamic tree of {n}, depth {d}, confidence temperature {c:g}": Dynamic(4, d, n, c)
+        for n, d in ((7, 4), (15, 5), (15, 6), (23, 6), (31, 6))
+        for c in (1.0, 0.25)
+    }
     predicted = {
         name: predict([watched(target, drafter, text, shape, tokens) for text in texts], costs, shape.nodes + 1).speedup
         for name, shape in shapes.items()
@@ -256,7 +270,7 @@ def main() -> None:
     against_transformers(study, "heavy twin", twin, draft, some, ">= 1.05", rounds=1)
     few = texts[: size.tuning + size.timed]
     for name, model in (("demo target", target), ("heavy twin", twin)):
-        costs = speed(study, name, model, drafters, few, heavy=model is twin)
+        costs = speed(study, name, model, drafters, few, light=target if model is twin else None)
         for n in NODES:
             about = {"target": name, "nodes": n, "milliseconds": round(1000 * costs.of(n), 2)}
             study.add("verify_cost", {"value": costs.verify_cost(n), "count": len(costs.seconds[n])}, **about)
