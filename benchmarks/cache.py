@@ -7,13 +7,10 @@ and docs/cache.md.
 """
 
 import argparse
-import json
-import multiprocessing
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,21 +26,21 @@ from draftsmith.data.cache.fields import bytes_per_token, cache_fields, row_unif
 from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.cache.reader import CacheReader
 from draftsmith.data.rows import Rows
-from draftsmith.environment import describe_environment
 from draftsmith.eval.acceptance import decode_all, decoding, held_out_prompts
 from draftsmith.eval.drafters import Drafter, EagleDrafter, LMDrafter
 from draftsmith.eval.settings import EvalSettings
-from draftsmith.files import publish_json, publish_text
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import EagleHead
 from draftsmith.models.target import Target
 from draftsmith.run import RunFolder, execute, needed
-from draftsmith.stages import Work, stage_units
+from draftsmith.stages import stage_units
 from draftsmith.train.distill import distill
 from draftsmith.train.eagle import train_eagle
+from draftsmith.work import Work
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cache_page import Study, page
+from study import Entry, Journal, do_missing, opened, processes, publish_study
 
 TEMPERATURES = (0.0, 1.0)
 DRAFTS = ("eagle", "draft-lm")
@@ -198,12 +195,10 @@ def measure_bytes(
     }
 
 
-def train_and_decode(run: Path, folder: Path, variant: Variant, draft: str, seed: int, size: Size) -> dict[str, Any]:
+def train_and_decode(run: Path, folder: Path, variant: Variant, draft: str, seed: int, size: Size) -> Entry:
     """One draft trained on one cache: its held-out acceptance, and per prompt the sums behind α and tokens per verify."""
-    torch.set_num_threads(1)
-    started = time.perf_counter()
-    target = Target.load(run / "target")
-    held_out, reader = Rows.open(run / "rows", "held_out"), CacheReader(folder / "caches" / variant.name)
+    target, held_out = opened(run)
+    started, reader = time.perf_counter(), CacheReader(folder / "caches" / variant.name)
     config = load_config(embedded("demo")).config
     changes = {"tokens": size.tokens, "validations": 1, "held_out_rows": size.held_out_rows}
     place = folder / "drafts" / f"{variant.name}-{draft}-{seed}"
@@ -227,6 +222,7 @@ def train_and_decode(run: Path, folder: Path, variant: Variant, draft: str, seed
     seconds = time.perf_counter() - started
     acceptance = summary.expected_acceptance
     return {
+        "key": draft_key(variant, draft, seed),
         "alpha_teacher_forced": acceptance[0],
         "expected_tokens_per_verify": 1 + float(np.cumprod(acceptance).sum()),
         "decoded": decoded,
@@ -239,53 +235,32 @@ def _reached(result: Any) -> int:
 
 
 def make_cache(run: Path, folder: Path, variant: Variant, size: Size) -> None:
-    torch.set_num_threads(1)
     rows = Rows.open(run / "rows", "train")
-    build_cache(Target.load(run / "target"), rows, folder / "caches" / variant.name, variant.settings, size.tokens)
+    build_cache(opened(run)[0], rows, folder / "caches" / variant.name, variant.settings, size.tokens)
 
 
-class Results:
-    """What was measured, by key, one line each in a file."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.found = path, {}
-        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-            if line.endswith("}"):  # a line that a kill cut off is measured again
-                entry = json.loads(line)
-                self.found[entry.pop("key")] = entry
-
-    def add(self, key: str, entry: dict[str, Any]) -> None:
-        self.found[key] = entry
-        cut_off = self.path.is_file() and not self.path.read_bytes().endswith(b"\n") and self.path.stat().st_size > 0
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("\n" * cut_off + json.dumps({"key": key, **entry}) + "\n")
-        shown = {name: value for name, value in entry.items() if name != "decoded"}
-        print(f"{key}: {json.dumps(shown)}", flush=True)
-
-
-def measure(run: Path, folder: Path, size: Size, workers: int) -> Results:
+def measure(run: Path, folder: Path, size: Size, workers: int) -> Journal:
     """Everything that the file of results lacks: bytes and times alone in this process, then caches and drafts in `workers`."""
-    target, rows = Target.load(run / "target"), Rows.open(run / "rows", "train")
+    target, rows = opened(run)[0], Rows.open(run / "rows", "train")
     # Results of another target, other rows or another size are no results of this study.
-    results = Results(folder / f"results-{target.fingerprint()[:8]}-{rows.digest[:8]}-{size.tokens}.jsonl")
-    torch.set_num_threads(1)
+    place = folder / f"results-{target.fingerprint()[:8]}-{rows.digest[:8]}-{size.tokens}.jsonl"
+    journal = Journal(place, lambda entry: entry["key"])
     for name in ("demo", "wide"):
         keys = {f"bytes/{name}/{variant.name}": variant for variant in size.variants}
-        if missing := {key: variant for key, variant in keys.items() if key not in results.found}:
+        if missing := {key: variant for key, variant in keys.items() if key not in journal.found}:
             model = target if name == "demo" else wide_target(target)
             states = live(model, rows, size.timed_tokens)
             for key, variant in missing.items():
-                results.add(key, measure_bytes(model, rows, states, variant, size, folder / "timed"))
-    todo = {key: task for key, task in tasks(size) if key not in results.found}
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        needed_caches = dict.fromkeys(task[0] for task in todo.values())
-        for future in as_completed([pool.submit(make_cache, run, folder, variant, size) for variant in needed_caches]):
-            future.result()
-        running = {pool.submit(train_and_decode, run, folder, *task, size): key for key, task in todo.items()}
-        for done in as_completed(running):
-            results.add(running[done], done.result())
-    return results
+                found = measure_bytes(model, rows, states, variant, size, folder / "timed")
+                journal.add({"key": key} | found)
+                print(f"{key}: {found}", flush=True)
+    todo = {key: (run, folder, *task, size) for key, task in tasks(size)}
+    variants = dict.fromkeys(variant for key, (*_, variant, _, _, _) in todo.items() if key not in journal.found)
+    with processes(workers) as pool:
+        for made in [pool.submit(make_cache, run, folder, variant, size) for variant in variants]:
+            made.result()
+    do_missing(journal, todo, train_and_decode, processes(workers))
+    return journal
 
 
 def tasks(size: Size) -> Iterator[tuple[str, tuple[Variant, str, int]]]:
@@ -315,27 +290,17 @@ def main() -> None:
     arguments = parser.parse_args()
     size = QUICK if arguments.quick else FULL
     ensure_run(arguments.run)
-    results = measure(
-        arguments.run, arguments.folder / ("quick" if arguments.quick else "full"), size, arguments.workers
-    )
+    folder = arguments.folder / ("quick" if arguments.quick else "full")
+    found = measure(arguments.run, folder, size, arguments.workers).found
     study = Study()
-    widths = {"demo": Target.load(arguments.run / "target").width, "wide": 1024}
+    widths = {"demo": opened(arguments.run)[0].width, "wide": 1024}
     for name, width in widths.items():
-        found = {v.name: results.found[f"bytes/{name}/{v.name}"] for v in size.variants}
-        study.add_bytes(name, width, found, [variant.name for variant in SMALL[name]])
+        measured = {v.name: found[f"bytes/{name}/{v.name}"] for v in size.variants}
+        study.add_bytes(name, width, measured, [variant.name for variant in SMALL[name]])
     for draft in DRAFTS:
-        runs = {v.name: [results.found[draft_key(v, draft, seed)] for seed in range(size.seeds)] for v in size.variants}
+        runs = {v.name: [found[draft_key(v, draft, seed)] for seed in range(size.seeds)] for v in size.variants}
         study.add_drafts(draft, size.tokens, runs, EXACT.name, [v.name for small in SMALL.values() for v in small])
-    environment = describe_environment()
-    text = page(study.rows, environment, [v.name for v in size.variants])
-    if arguments.quick:
-        print(text)
-        return
-    publish_json(
-        Path("docs/studies/cache.json"),
-        {"environment": environment, "command": "make bench-cache", "rows": study.rows},
-    )
-    publish_text(Path("docs/cache.md"), text)
+    publish_study("cache", "cache", "make bench-cache", study.rows, page, folder if arguments.quick else None)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
 """From what `benchmarks/cache.py` measured to the rows of docs/studies/cache.json, and from these rows to docs/cache.md."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from markdown import machine, met, table
 
 RESAMPLES = 2000
 BYTES_GOAL, LOSS_GOAL = 0.25, 0.99
@@ -143,24 +148,23 @@ for 22 draws or 32 tokens only, and on a target as flat as the demo's that is to
 """
 
 
-def page(rows: list[dict[str, Any]], environment: dict[str, Any], caches: list[str]) -> str:
-    """docs/cache.md from the study's rows; caches: their names, the exact one first."""
-    table = Table(rows)
-    hardware = environment.get("hardware", environment)
-    machine = ", ".join(f"{key} {value}" for key, value in hardware.items() if not isinstance(value, dict | list))
-    exact = table.find("alpha_teacher_forced", draft="eagle", cache=caches[0])
+def page(study: dict[str, Any]) -> str:
+    """docs/cache.md from docs/studies/cache.json, where the exact cache comes first."""
+    rows, found = study["rows"], Tables(study["rows"])
+    caches = list(dict.fromkeys(row["settings"]["cache"] for row in rows if "draft" in row["settings"]))
+    exact = found.find("alpha_teacher_forced", draft="eagle", cache=caches[0])
     return PAGE.format(
         tokens=exact["settings"]["tokens"],
         seeds=exact["count"],
         prompts=exact["settings"]["prompts"],
-        machine=machine,
-        drafts="\n\n".join(table.drafts(draft, caches) for draft in ("eagle", "draft-lm")),
-        bytes="\n\n".join(table.sizes(target, caches) for target in ("demo", "wide")),
-        goals=table.goals(),
+        machine=machine(study["environment"]),
+        drafts="\n\n".join(found.drafts(draft, caches) for draft in ("eagle", "draft-lm")),
+        bytes="\n\n".join(found.sizes(target, caches) for target in ("demo", "wide")),
+        goals=found.goals(),
     )
 
 
-class Table:
+class Tables:
     """Markdown from rows."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
@@ -174,10 +178,7 @@ class Table:
         return {}
 
     def drafts(self, draft: str, caches: list[str]) -> str:
-        lines = [
-            f"| {NAMES[draft]} trained on | α | expected τ / exact | τ at T = 0 | τ / exact | τ at T = 1 | τ / exact |",
-            "|---|---|---|---|---|---|---|",
-        ]
+        lines = []
         for cache in caches:
             cells = [cache, _number(self.find("alpha_teacher_forced", draft=draft, cache=cache), 4)]
             over = self.find("expected_tokens_per_verify over the exact cache", draft=draft, cache=cache)
@@ -186,39 +187,35 @@ class Table:
                 at = {"draft": draft, "cache": cache, "temperature": temperature}
                 cells.append(_number(self.find("tokens_per_verify", **at), 3))
                 cells.append(_number(self.find("tokens_per_verify over the exact cache", **at), 3, bounds=True))
-            lines.append(f"| {' | '.join(cells)} |")
-        return "\n".join(lines)
+            lines.append(cells)
+        heads = ("α", "expected τ / exact", "τ at T = 0", "τ / exact", "τ at T = 1", "τ / exact")
+        return table((f"{NAMES[draft]} trained on", *heads), lines)
 
     def sizes(self, target: str, caches: list[str]) -> str:
         width = self.find("bytes_per_token", target=target)["settings"]["width"]
-        lines = [
-            f"| {target} target, width {width} | bytes | of bf16 | of ours | kept mass | write MB/s | read MB/s |"
-            " write tokens/s | read tokens/s | KL |",
-            "|---|---|---|---|---|---|---|---|---|---|",
-        ]
+        lines = []
         for cache in caches:
             at = {"target": target, "cache": cache}
             cells = [
-                cache,
-                _number(self.find("bytes_per_token", **at), 0),
-                _number(self.find("bytes over three taps and last state in bf16", **at), 3),
-                _number(self.find("bytes over bf16 taps and topk 64", **at), 3),
-                _number(self.find("kept_mass", **at), 3),
-                *(_number(self.find(rate, **at), 0) for rate in RATES),
-                f"{self.find('kl_of_rebuilt_logits', **at)['value']:.1e}",
+                self.find("bytes_per_token", **at),
+                self.find("bytes over three taps and last state in bf16", **at),
+                self.find("bytes over bf16 taps and topk 64", **at),
+                self.find("kept_mass", **at),
+                *(self.find(rate, **at) for rate in RATES),
             ]
-            lines.append(f"| {' | '.join(cells)} |")
-        return "\n".join(lines)
+            numbers = map(_number, cells, (0, 3, 3, 3, 0, 0, 0, 0))
+            lines.append((cache, *numbers, f"{self.find('kl_of_rebuilt_logits', **at)['value']:.1e}"))
+        heads = "bytes, of bf16, of ours, kept mass, write MB/s, read MB/s, write tokens/s, read tokens/s, KL"
+        return table((f"{target} target, width {width}", *heads.split(", ")), lines)
 
     def goals(self) -> str:
-        lines = ["| what | setting | value | 95 % | goal | met |", "|---|---|---|---|---|---|"]
+        lines = []
         for row in self.rows:
             if "goal" in row:
                 setting = ", ".join(f"{key} {value}" for key, value in row["settings"].items())
                 bounds = f"{row['low']:.3f} – {row['high']:.3f}" if "low" in row else ""
-                met = "yes" if row["met"] else "**no**"
-                lines.append(f"| {row['what']} | {setting} | {row['value']:.3f} | {bounds} | {row['goal']} | {met} |")
-        return "\n".join(lines)
+                lines.append((row["what"], setting, f"{row['value']:.3f}", bounds, row["goal"], met(row)))
+        return table(("what", "setting", "value", "95 %", "goal", "met"), lines)
 
 
 NAMES = {"eagle": "EAGLE head", "draft-lm": "draft LM"}

@@ -1,14 +1,17 @@
 """Outcomes of `make chaos` as a study and as the table of docs/reliability.md. Knows lines of chaos.jsonl alone."""
 
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from draftsmith.files import publish_json, publish_text
+from draftsmith.files import publish_json
+
+sys.path.insert(0, str(Path(__file__).parent))
+import markdown
 
 KINDS = ("kill", "terminate", "truncate", "flip", "full disk", "tracker", "dead rank", "slow disk")
 MAY_STOP = ("truncate", "flip", "full disk", "dead rank")  # the user has to know of these
-START, END = "<!-- chaos -->\n", "<!-- end of chaos -->"
 Fault = dict[str, Any]
 
 
@@ -49,11 +52,11 @@ def study_rows(faults: list[Fault], wanted: int) -> list[dict[str, Any]]:
 
 def table(faults: list[Fault]) -> str:
     """Outcomes counted by kind, as Markdown."""
-    lines = ["| fault | injected | survived | stopped cleanly | failed |", "|---|---|---|---|---|"]
+    lines = []
     for kind in (*KINDS, "all"):
         of = Counter(fault["outcome"] for fault in faults if kind in (fault["kind"], "all"))
-        lines.append(f"| {kind} | {of.total()} | {of['survived']} | {of['stopped']} | {of['failed']} |")
-    return "\n".join(lines)
+        lines.append((kind, *map(str, (of.total(), of["survived"], of["stopped"], of["failed"]))))
+    return markdown.table(("fault", "injected", "survived", "stopped cleanly", "failed"), lines)
 
 
 def section(faults: list[Fault], wanted: int, disk: str) -> str:
@@ -69,6 +72,4 @@ def write_study(faults: list[Fault], wanted: int, disk: str, environment: dict[s
     """`studies/chaos.json`, and the part between the marks of `reliability.md`."""
     study = {"environment": environment, "command": "make chaos", "full disk": disk}
     publish_json(docs / "studies" / "chaos.json", study | {"rows": study_rows(faults, wanted)})
-    page = docs / "reliability.md"
-    before, _, rest = page.read_text(encoding="utf-8").partition(START)
-    publish_text(page, f"{before}{START}\n{section(faults, wanted, disk)}\n\n{END}{rest.partition(END)[2]}")
+    markdown.fill(docs / "reliability.md", "chaos", section(faults, wanted, disk))

@@ -1,6 +1,11 @@
 """docs/decoding.md from the rows of docs/studies/decode.json."""
 
+import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from markdown import machine, met, table
 
 PAGE = """# The decoder, measured
 
@@ -27,8 +32,6 @@ small at a few thousand draws; TV is given in units of what as many draws from p
 
 Machine: {machine}.
 
-| what | setting | value | 95 % | goal | met |
-|---|---|---|---|---|---|
 {table}
 """
 
@@ -39,9 +42,8 @@ def page(rows: list[dict[str, Any]], environment: dict[str, Any]) -> str:
     for row in rows:
         setting = ", ".join(f"{key} {value}" for key, value in row["settings"].items())
         interval = f"{row['low']:.2f} – {row['high']:.2f}" if "low" in row else ""
-        met = {True: "yes", False: "**no**"}.get(row.get("met"), "")
         value = f"{row['value']:.2f}" if abs(row["value"]) >= 0.1 else f"{row['value']:.4f}"
-        lines.append(f"| {row['what']} | {setting} | {value} | {interval} | {row.get('goal', '')} | {met} |")
-    hardware = environment.get("hardware", environment)
-    machine = ", ".join(f"{key} {value}" for key, value in hardware.items() if not isinstance(value, dict | list))
-    return PAGE.format(table="\n".join(lines), machine=machine)
+        lines.append((row["what"], setting, value, interval, row.get("goal", ""), met(row)))
+    return PAGE.format(
+        table=table(("what", "setting", "value", "95 %", "goal", "met"), lines), machine=machine(environment)
+    )

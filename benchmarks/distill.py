@@ -5,33 +5,26 @@ thread each, and writes docs/studies/distill.json and docs/distillation.md. A fi
 `<study folder>/runs.jsonl` and is not run again. `--quick` is a smoke test of a minute and writes no page.
 """
 
-import argparse
-import json
 import shutil
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import torch
-from transformers.utils import logging
 
 from draftsmith.data.cache.build import build_cache
 from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.cache.reader import CacheReader
 from draftsmith.data.rows import Row, Rows
-from draftsmith.environment import describe_environment
 from draftsmith.eval.acceptance import PlainRuns, decode_all, decoding, evaluate, held_out_prompts
 from draftsmith.eval.drafters import LMDrafter
 from draftsmith.eval.settings import EvalSettings
 from draftsmith.eval.timing import measured_speed
-from draftsmith.files import digest, publish_json, publish_text
+from draftsmith.files import digest
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.target import Target
 from draftsmith.train.distill import distill, new_draft
@@ -39,6 +32,7 @@ from draftsmith.train.settings import DistillSettings, LossName
 
 sys.path.insert(0, str(Path(__file__).parent))
 from distill_page import page, study_rows
+from study import Journal, Plan, do_missing, opened, processes, publish_study, study_parser
 from twin import heavy_twin
 
 LOSSES = get_args(LossName)
@@ -68,26 +62,11 @@ class Job:
     seed: int
     tokens: int
 
-    @property
-    def key(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What all jobs share. rows, prompts: per domain, for teacher-forced and for decoded acceptance."""
-
-    run: Path
-    folder: Path
-    rows: int
-    prompts: int
-    new_tokens: int
-
-    @property
-    def evaluation(self) -> EvalSettings:
-        return EvalSettings(
-            domains=DOMAINS, temperatures=(0.0, 1.0), K=5, prompts=self.prompts, max_new_tokens=self.new_tokens
-        )
+def evaluation(plan: Plan, **others: Any) -> EvalSettings:
+    """How drafts are decoded."""
+    given = {"domains": DOMAINS, "temperatures": (0.0, 1.0), "K": 5, "prompts": plan.prompts}
+    return EvalSettings(**given | {"max_new_tokens": plan.new_tokens} | others)
 
 
 def jobs(tokens: int, seeds: int, limits: bool) -> list[Job]:
@@ -122,14 +101,6 @@ def make_caches(plan: Plan, teachers: set[str], tokens: int) -> None:
     for teacher in sorted(teachers):
         settings = CacheSettings(taps="none", **TEACHERS[teacher])
         build_cache(target, rows, cache_of(plan, teacher), settings, train_tokens=tokens)
-
-
-@cache
-def opened(run: Path) -> tuple[Target, Rows]:
-    """The target and the held-out rows, loaded once in each process."""
-    torch.set_num_threads(1)
-    logging.disable_progress_bar()
-    return Target.load(run / "target"), Rows.open(run / "rows", "held_out")
 
 
 def run_job(plan: Plan, job: Job) -> dict[str, Any]:
@@ -193,7 +164,7 @@ def decoded(
     target: Target, draft: DraftLM, rows: Rows, plan: Plan, seed: int
 ) -> dict[str, dict[str, list[list[float]]]]:
     """Per domain and temperature, for each prompt: Σ overlaps, positions reached, tokens emitted, verifies."""
-    settings = plan.evaluation.model_copy(update={"seed": seed})
+    settings = evaluation(plan, seed=seed)
     found: dict[str, dict[str, list[list[float]]]] = {}
     for domain, texts in held_out_prompts(rows, settings, target.context).items():
         for temperature in settings.temperatures:
@@ -210,26 +181,6 @@ def decoded(
     return found
 
 
-def run_all(plan: Plan, todo: list[Job], workers: int) -> list[dict[str, Any]]:
-    """Run what runs.jsonl does not hold, a line as soon as each is done; returns all lines of `todo`."""
-    log = plan.folder / "runs.jsonl"
-    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
-    done = {Job(**entry["job"]).key: entry for entry in map(json.loads, lines)}
-    missing = [job for job in todo if job.key not in done]
-    print(f"{len(todo) - len(missing)} of {len(todo)} drafts are done", flush=True)
-    started = time.monotonic()
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool, log.open("a", encoding="utf-8") as out:
-        for count, future in enumerate(as_completed([pool.submit(run_job, plan, job) for job in missing]), start=1):
-            entry = future.result()
-            out.write(json.dumps(entry) + "\n")
-            out.flush()
-            done[Job(**entry["job"]).key] = entry
-            minutes = (time.monotonic() - started) / 60
-            left = minutes / count * (len(missing) - count)
-            print(f"{count}/{len(missing)} {entry['job']} {entry['seconds']} s; {left:.0f} minutes left", flush=True)
-    return [done[job.key] for job in todo]
-
-
 def failure_modes(plan: Plan, temperatures: tuple[float, ...]) -> list[dict[str, Any]]:
     """α, tokens per verify and speed of the run's own distilled draft at each temperature, drafting by sampling and greedily; on
     the heavy twin, whose cost is that of a target worth drafting for, on code alone."""
@@ -238,9 +189,7 @@ def failure_modes(plan: Plan, temperatures: tuple[float, ...]) -> list[dict[str,
     twin, rows = heavy_twin(target), []
     for drafting in ("sampled", "greedy"):
         timed = min(3, plan.prompts)
-        settings = plan.evaluation.model_copy(
-            update={"drafting": drafting, "temperatures": temperatures, "timed_prompts": timed}
-        )
+        settings = evaluation(plan, drafting=drafting, temperatures=temperatures, timed_prompts=timed)
         prompts = held_out_prompts(held_out, settings, target.context)
         for entry in evaluate(target, drafter, prompts, settings, PlainRuns()):
             temperature, domain = entry["temperature"], entry["domain"]
@@ -260,47 +209,26 @@ def failure_modes(plan: Plan, temperatures: tuple[float, ...]) -> list[dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path, nargs="?", default=Path("runs/demo"), help="a finished run")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/study-distill"), help="where finished drafts are noted"
-    )
-    parser.add_argument("--tokens", type=int, default=25_000, help="that every draft sees")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2)
+    parser = study_parser(__doc__, "runs/study-distill", tokens=25_000, seeds=3, workers=2)
     parser.add_argument("--limits", action="store_true", help="also a larger draft, and four times the tokens")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: two losses, few tokens, no page")
     arguments = parser.parse_args()
-    tokens = 1500 if arguments.quick else arguments.tokens
-    todo = quick_jobs() if arguments.quick else jobs(tokens, arguments.seeds, arguments.limits)
-    measured = (2, 2, 8) if arguments.quick else (8, 8, 32)
-    cached = (
-        tokens if arguments.quick else 4 * tokens
-    )  # as many as the longest of `--limits` sees, so that it can join later
-    plan = Plan(arguments.run, arguments.folder / f"{tokens}-tokens-of-{cached}", *measured)
-    plan.folder.mkdir(parents=True, exist_ok=True)
+    quick = arguments.quick
+    tokens = 1500 if quick else arguments.tokens
+    todo = quick_jobs() if quick else jobs(tokens, arguments.seeds, arguments.limits)
+    cached = tokens if quick else 4 * tokens  # as many as the longest of `--limits` sees, so that it can join later
+    plan = Plan(arguments.run, arguments.folder / f"{tokens}-tokens-of-{cached}", *((2, 2, 8) if quick else (8, 8, 32)))
     make_caches(plan, {job.teacher for job in todo}, cached)
-    entries = run_all(plan, todo, arguments.workers)
-    trained = time.monotonic()
+    journal = Journal(plan.folder / "runs.jsonl", lambda entry: Job(**entry["job"]))
+    do_missing(journal, {job: (plan, job) for job in todo}, run_job, processes(arguments.workers))
+    trained, entries = time.monotonic(), journal.of(todo)
     rows = study_rows(entries, (str(DistillSettings().loss), DEFAULT_TEACHER), next(iter(TEACHERS)), tokens)
-    rows += failure_modes(plan, (0.0, 1.0) if arguments.quick else TEMPERATURES)
+    rows += failure_modes(plan, (0.0, 1.0) if quick else TEMPERATURES)
     # A study that went on where it stopped took what its drafts took, shared between the workers.
     drafts = sum(entry["seconds"][1] for entry in entries) / arguments.workers
-    minutes: dict[str, Any] = {
-        "what": "minutes",
-        "value": (drafts + time.monotonic() - trained) / 60,
-        "settings": {"drafts": len(todo), "workers": arguments.workers},
-        "goal": "<= 60",
-    }
-    minutes["met"] = minutes["value"] <= 60
-    study = {"environment": describe_environment(), "command": "make study-distill", "rows": [*rows, minutes]}
-    if arguments.quick:
-        publish_json(plan.folder / "distill.json", study)
-        publish_text(plan.folder / "distillation.md", page(study))
-        print(f"smoke test: {plan.folder}")
-        return
-    publish_json(Path("docs/studies/distill.json"), study)
-    publish_text(Path("docs/distillation.md"), page(study))
+    minutes = (drafts + time.monotonic() - trained) / 60
+    about = {"drafts": len(todo), "workers": arguments.workers}
+    rows.append({"what": "minutes", "value": minutes, "settings": about, "goal": "<= 60", "met": minutes <= 60})
+    publish_study("distill", "distillation", "make study-distill", rows, page, plan.folder if quick else None)
 
 
 if __name__ == "__main__":

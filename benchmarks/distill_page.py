@@ -3,12 +3,15 @@
 Knows the study's numbers; runs no model.
 """
 
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).parent))
+from bootstrap import Entry, points, ratio_row, resampled, sums
+from markdown import machine, met, span, table
 
-RESAMPLES = 1000
 GOAL = 5.0  # points of α that the default recipe is to win over hard cross-entropy
 FORCED, DECODED, TOKENS = "alpha_teacher_forced", "alpha", "tokens_per_verify"
 #: what is reported: (name, where its sums stand in a line, kind, the columns of numerator and denominator)
@@ -17,7 +20,6 @@ METRICS = [
     *((DECODED, "decoded", kind, (0, 1)) for kind in ("0", "1")),
     *((TOKENS, "decoded", kind, (2, 3)) for kind in ("0", "1")),
 ]
-Entry = dict[str, Any]
 Group = tuple[str, str, str, int]  # loss, size, teacher, tokens
 
 
@@ -28,42 +30,6 @@ def grouped(entries: Iterable[Entry]) -> dict[Group, list[Entry]]:
         job = entry["job"]
         found.setdefault((job["loss"], job["size"], job["teacher"], job["tokens"]), []).append(entry)
     return found
-
-
-def sums(group: list[Entry], domain: str, place: str, kind: str, columns: tuple[int, int]) -> np.ndarray:
-    """[seeds, texts, 2]: numerator and denominator of every text; domain "all": the texts of all domains."""
-    domains = list(group[0][place]) if domain == "all" else [domain]
-    return np.array(
-        [[[text[c] for c in columns] for name in domains for text in entry[place][name][kind]] for entry in group]
-    )
-
-
-def resampled(parts: np.ndarray) -> tuple[float, np.ndarray]:
-    """Σ numerators / Σ denominators of parts [S, R, 2], and the same of 1000 resamples of seeds and, crossed with them, texts.
-
-    Two arrays of one shape are resampled alike, so that differences are paired.
-    """
-    rng = np.random.default_rng(0)
-    seeds, texts = (rng.multinomial(n, np.full(n, 1 / n), size=RESAMPLES).astype(float) for n in parts.shape[:2])
-    top, bottom = np.einsum("bs,bt,stc->cb", seeds, texts, parts)
-    total = parts.sum((0, 1))
-    return float(total[0] / total[1]), np.divide(top, bottom, out=np.full(RESAMPLES, np.nan), where=bottom > 0)
-
-
-def interval(value: float, samples: np.ndarray, count: int) -> dict[str, Any]:
-    low, high = np.nanpercentile(samples, [2.5, 97.5])
-    return {"value": value, "low": float(low), "high": float(high), "count": count}
-
-
-def ratio_row(parts: np.ndarray) -> dict[str, Any]:
-    return interval(*resampled(parts), int(parts[..., 1].sum()))
-
-
-def points(a: np.ndarray, b: np.ndarray) -> dict[str, Any]:
-    """100 · (ratio of a − ratio of b), paired over seeds and texts. A side with one seed stands against every seed of the other."""
-    shape = np.broadcast_shapes(a.shape, b.shape)
-    (first, one), (second, two) = (resampled(np.broadcast_to(parts, shape)) for parts in (a, b))
-    return interval(100 * (first - second), 100 * (one - two), int(a[..., 1].sum()))
 
 
 def study_rows(entries: list[Entry], default: tuple[str, str], teacher: str, tokens: int) -> list[dict[str, Any]]:
@@ -171,10 +137,9 @@ def page(study: dict[str, Any]) -> str:
     others = [row for row in trained if row["settings"]["loss"] in compared and row["settings"]["size"] == "two blocks"]
     failures = [row for row in rows if row["what"].startswith("failure mode")]
     slow = [row for row in failures if "speed-up" in row["what"] and row["value"] < 1.0]
-    hardware = study["environment"].get("hardware", study["environment"])
     return PAGE.format(
         command=study["command"],
-        machine=", ".join(f"{key} {value}" for key, value in hardware.items() if not isinstance(value, dict | list)),
+        machine=machine(study["environment"]),
         choice=choice(gains),
         default="{loss} with teacher {teacher}".format(**gains[0]["settings"]) if gains else "",
         goals=goal_table(gains),
@@ -196,19 +161,13 @@ def choice(gains: list[dict[str, Any]]) -> str:
 
 
 def goal_table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| what | on | loss, teacher, size, tokens | points | 95 % | goal | met |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
         about = row["settings"]
-        met = {True: "yes", False: "**no**"}.get(row.get("met"), "")
         setting = f"{about['loss']}, {about['teacher']}, {about['size']}, {about['tokens']:,}"
-        lines.append(
-            f"| {row['what']} | {about['domain']} | {setting} | {row['value']:.1f} | {row['low']:.1f} – {row['high']:.1f} "
-            f"| {row.get('goal', '')} | {met} |"
-        )
-    return "\n".join(lines)
+        value, bounds = f"{row['value']:.1f}", f"{row['low']:.1f} – {row['high']:.1f}"
+        lines.append((row["what"], about["domain"], setting, value, bounds, row.get("goal", ""), met(row)))
+    return table(("what", "on", "loss, teacher, size, tokens", "points", "95 %", "goal", "met"), lines)
 
 
 def pivot(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> str:
@@ -220,12 +179,11 @@ def pivot(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> str:
         at = "" if "temperature" in keys else f" T = {about['temperature']:g}"
         column = f"{row['what'].removeprefix('failure mode: ')}{at}, {about['domain']}"
         columns[column] = None
-        value = f"{row['value']:.2f} ({row['low']:.2f}–{row['high']:.2f})"
-        lines.setdefault(tuple(about[key] for key in keys), {})[column] = value
+        lines.setdefault(tuple(about[key] for key in keys), {})[column] = span(row)
     shown = [name for name in columns if name.endswith(", all")] or list(columns)
     shown += [name for name in columns if name.startswith(f"{FORCED} T = 1") and name not in shown]
-    table = [f"| {' | '.join((*keys, *shown))} |", "|" + "---|" * (len(keys) + len(shown))]
+    found = []
     for key, cells in lines.items():
-        start = [f"{part:g}" if isinstance(part, float) else str(part) for part in key]
-        table.append(f"| {' | '.join((*start, *(cells.get(name, '–') for name in shown)))} |")
-    return "\n".join(table)
+        start = (f"{part:g}" if isinstance(part, float) else str(part) for part in key)
+        found.append([*start, *(cells.get(name, "–") for name in shown)])
+    return table((*keys, *shown), found)

@@ -6,35 +6,30 @@ and is not trained again, so an ended study goes on where it stopped; `--page` w
 `--quick` is a smoke test of a minute and writes no page.
 """
 
-import argparse
 import json
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
 from draftsmith.data.batches import Batch
 from draftsmith.data.cache.build import build_cache
 from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.cache.reader import CacheReader
 from draftsmith.data.rows import Row, Rows
-from draftsmith.environment import describe_environment
 from draftsmith.eval.acceptance import held_out_prompts
 from draftsmith.eval.decode import Decoded, Decoding, as_drafter, decode
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
 from draftsmith.eval.tree import Dynamic, Shape, chain_shape
-from draftsmith.files import digest, publish_json, publish_text
+from draftsmith.files import digest
 from draftsmith.models.eagle import EagleHead
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target, choose_taps
@@ -47,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from eagle_claims import study_rows
 from eagle_heads import FIRST, LONG, ROWS, SHARED, TEACHERS, TIMES, TUNED, TUNING_SEED, WITH_TREE, K
 from eagle_page import page
+from study import Journal, Plan, do_missing, opened, processes, publish_study, study_parser
 
 DOMAINS = ("code", "prose", "chat")
 TREE = Dynamic(8, 6, 32)
@@ -57,23 +53,8 @@ class Job:
     """One head: the row it is of, its settings as JSON, and the seed of its start, its order and its sampling."""
 
     row: str
-    settings: str
+    settings: str = field(repr=False)
     seed: int
-
-    @property
-    def key(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What all jobs share. rows, prompts: per domain, for teacher-forced and for decoded acceptance."""
-
-    run: Path
-    folder: Path
-    rows: int
-    prompts: int
-    new_tokens: int
 
 
 def job(row: str, tokens: int, seed: int) -> Job:
@@ -112,14 +93,6 @@ def make_caches(plan: Plan, teachers: set[str], tokens: int | None) -> None:
     for teacher in sorted(teachers):
         settings = CacheSettings(taps=taps, last=True, **TEACHERS[teacher])
         build_cache(target, rows, cache_of(plan, teacher), settings, train_tokens=tokens)
-
-
-@cache
-def opened(run: Path) -> tuple[Target, Rows]:
-    """The target and the held-out rows, loaded once in each process."""
-    torch.set_num_threads(1)
-    logging.disable_progress_bar()
-    return Target.load(run / "target"), Rows.open(run / "rows", "held_out")
 
 
 def trainer_settings(target: Target, settings: dict[str, Any]) -> EagleTrainSettings:
@@ -241,66 +214,21 @@ def prompt_sums(result: Decoded, by_position: bool) -> Iterator[float]:
         yield from (sum(k < len(v.hits) for v in trace) for k in range(K))
 
 
-def journal(plan: Plan) -> dict[str, dict[str, Any]]:
-    """The finished lines, by their job."""
-    log = plan.folder / "runs.jsonl"
-    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
-    return {Job(**entry["job"]).key: entry for entry in map(json.loads, lines)}
-
-
-def run_all(plan: Plan, todo: list[Job], workers: int) -> None:
-    """Run what runs.jsonl does not hold, in this order, a line as soon as each is done."""
-    done = journal(plan)
-    missing = [job for job in todo if job.key not in done]
-    print(f"{len(todo) - len(missing)} of {len(todo)} heads are done", flush=True)
-    started = time.monotonic()
-    with (
-        ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool,
-        (plan.folder / "runs.jsonl").open("a", encoding="utf-8") as out,
-    ):
-        for count, future in enumerate(as_completed([pool.submit(run_job, plan, job) for job in missing]), start=1):
-            entry = future.result()
-            out.write(json.dumps(entry) + "\n")
-            out.flush()
-            minutes = (time.monotonic() - started) / 60
-            left = minutes / count * (len(missing) - count)
-            about = f"{entry['job']['row']}, seed {entry['job']['seed']}, {entry['seconds']} s"
-            print(f"{count}/{len(missing)} {about}; {left:.0f} minutes left", flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path, nargs="?", default=Path("runs/demo"), help="a finished run")
-    parser.add_argument("--folder", type=Path, default=Path("runs/study-eagle"), help="where finished heads are noted")
-    parser.add_argument("--tokens", type=int, default=20_000, help="that every head sees")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2)
+    parser = study_parser(__doc__, "runs/study-eagle", tokens=20_000, seeds=3, workers=2)
     parser.add_argument(
         "--page", action="store_true", help="train nothing: write the page from the heads that are done"
     )
-    parser.add_argument("--quick", action="store_true", help="a smoke test: five rows, few tokens, no page")
     arguments = parser.parse_args()
     tokens = 1500 if arguments.quick else arguments.tokens
     todo = quick_jobs() if arguments.quick else jobs(tokens, arguments.seeds)
     plan = Plan(arguments.run, arguments.folder / f"{tokens}-tokens", *((2, 2, 8) if arguments.quick else (8, 8, 32)))
-    plan.folder.mkdir(parents=True, exist_ok=True)
+    journal = Journal(plan.folder / "runs.jsonl", lambda entry: Job(**entry["job"]))
     if not arguments.page:
         make_caches(plan, set(TEACHERS), tokens if arguments.quick else None)
-        run_all(plan, todo, arguments.workers)
-    done = journal(plan)
-    entries = [done[job.key] for job in todo if job.key in done]
-    study = {
-        "environment": describe_environment(),
-        "command": "make study-eagle",
-        "rows": study_rows(entries, arguments.workers),
-    }
-    if arguments.quick:
-        publish_json(plan.folder / "eagle.json", study)
-        publish_text(plan.folder / "eagle.md", page(study))
-        print(f"smoke test: {plan.folder}")
-        return
-    publish_json(Path("docs/studies/eagle.json"), study)
-    publish_text(Path("docs/eagle.md"), page(study))
+        do_missing(journal, {job: (plan, job) for job in todo}, run_job, processes(arguments.workers))
+    rows = study_rows(journal.of(todo), arguments.workers)
+    publish_study("eagle", "eagle", "make study-eagle", rows, page, plan.folder if arguments.quick else None)
 
 
 if __name__ == "__main__":

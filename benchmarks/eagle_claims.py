@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from distill_page import interval, resampled, sums
+from bootstrap import Entry, interval, resampled, sums
 from eagle_heads import K
 
 GOAL = 1.2  # EAGLE-3 with rollouts over EAGLE-1 in tokens per verify, same tokens, same dynamic tree
 TUNING = "tuning: "
 CPU_SECONDS, MINUTES = "CPU seconds of training", "minutes, where every worker has a core"
-Entry = dict[str, Any]
 #: What is measured: name → (where its sums stand in a line, kind, columns of numerator and denominator).
 MEASURES: dict[str, tuple[str, str, tuple[int, int]]] = {
     **{f"{k}-alpha, T = {t}": ("forced", t, (k, K + k)) for t in "01" for k in range(K)},

@@ -8,6 +8,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from eagle_claims import CPU_SECONDS, MINUTES, TUNING
 from eagle_heads import K
+from markdown import machine, met, span, table
 
 PAGE = """# EAGLE heads: what they are here, and which of the papers' claims hold
 
@@ -78,13 +79,12 @@ def page(study: dict[str, Any]) -> str:
     measured = [row for row in rows if "row" in row["settings"]]
     heads = [row for row in measured if not row["settings"]["row"].startswith(TUNING)]
     tuning = [row for row in measured if row["settings"]["row"].startswith(TUNING)]
-    hardware = study["environment"]
     [cost] = [row for row in rows if row["what"] == MINUTES]
     return PAGE.format(
         command=study["command"],
         K=K,
         budget=f"{cost['settings']['heads']} heads, {cost['value']:.0f} minutes on {cost['settings']['workers']} idle cores.",
-        machine=", ".join(f"{key} {value}" for key, value in hardware.items() if not isinstance(value, dict | list)),
+        machine=machine(study["environment"]),
         goals=goal_table(row for row in claims if "goal" in row),
         claims=claim_tables(claims),
         heads=head_table(heads),
@@ -98,34 +98,26 @@ def unit(row: dict[str, Any], value: float) -> str:
     return f"{value:.2f} ×" if row["settings"]["unit"] == "ratio" else f"{value:+.1f} points"
 
 
-def span(row: dict[str, Any]) -> str:
+def compared(row: dict[str, Any]) -> str:
     """A comparison's value and interval."""
     low, high = (unit(row, row[name]).removesuffix(" points").removesuffix(" ×") for name in ("low", "high"))
     return f"{unit(row, row['value'])} ({low} to {high})"
 
 
 def goal_table(rows: Iterable[dict[str, Any]]) -> str:
-    lines = ["| measure | EAGLE-3 | EAGLE-1 | ratio (95 %) | goal | met |", "|---|---|---|---|---|---|"]
+    lines = []
     for row in rows:
         about = row["settings"]
-        met = "yes" if row["met"] else "**no**"
-        measure = about["sides"][0][1]
-        lines.append(
-            f"| {measure} | {about['first']:.2f} | {about['second']:.2f} | {span(row)} | {row['goal']} | {met} |"
-        )
-    return "\n".join(lines)
+        values = (f"{about[side]:.2f}" for side in ("first", "second"))
+        lines.append((about["sides"][0][1], *values, compared(row), row["goal"], met(row)))
+    return table(("measure", "EAGLE-3", "EAGLE-1", "ratio (95 %)", "goal", "met"), lines)
 
 
 def claim_tables(rows: list[dict[str, Any]]) -> str:
     """A table per section, a line per comparison."""
     tables = []
     for section in dict.fromkeys(row["settings"]["section"] for row in rows):
-        lines = [
-            f"### {section}\n",
-            "| the paper says | here | measure | first | second | first against second | we find |",
-        ]
-        lines.append("|---|---|---|---|---|---|---|")
-        said = ""
+        lines, said = [], ""
         for row in rows:
             about = row["settings"]
             if about["section"] != section:
@@ -134,10 +126,11 @@ def claim_tables(rows: list[dict[str, Any]]) -> str:
             here = f"{first} against {second}" if first != second else first
             paper, said = ("" if about["paper"] == said else about["paper"]), about["paper"]
             at = measure if measure == other else f"{measure}, against {other}"
-            values = f"{number(about['first'])} | {number(about['second'])}"
+            values = (number(about[side]) for side in ("first", "second"))
             few = "" if about["seeds"] > 2 else f" ({about['seeds']} seed{'s' * (about['seeds'] > 1)})"
-            lines.append(f"| {paper} | {here} | {at} | {values} | {span(row)} | {about['verdict']}{few} |")
-        tables.append("\n".join(lines))
+            lines.append((paper, here, at, *values, compared(row), about["verdict"] + few))
+        heads = ("the paper says", "here", "measure", "first", "second", "first against second", "we find")
+        tables.append(f"### {section}\n\n{table(heads, lines)}")
     return "\n\n".join(tables)
 
 
@@ -161,11 +154,9 @@ def head_table(rows: list[dict[str, Any]]) -> str:
         if row["what"] == CPU_SECONDS:
             lines[name] = [name.removeprefix(TUNING), str(row["count"]), f"{row['value']:.0f}"]
         elif row["settings"]["domain"] == "all":
-            cells[name, row["what"]] = f"{row['value']:.2f} ({row['low']:.2f}–{row['high']:.2f})"
-    table = [f"| head | seeds | CPU s | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 3) + "|"]
-    for name, start in lines.items():
-        table.append(f"| {' | '.join([*start, *(cells.get((name, column), '–') for column in COLUMNS)])} |")
-    return "\n".join(table)
+            cells[name, row["what"]] = span(row)
+    found = [[*start, *(cells.get((name, column), "–") for column in COLUMNS)] for name, start in lines.items()]
+    return table(("head", "seeds", "CPU s", *COLUMNS), found)
 
 
 def tokens_of(rows: list[dict[str, Any]]) -> str:
@@ -208,7 +199,7 @@ def meaning(claims: list[dict[str, Any]]) -> str:
         found = [row for row in found if row["settings"]["unit"] == "ratio"]
         for_first = [row for row in found if row["low"] > 1.0]
         for_second = [row for row in found if row["high"] < 1.0]
-        shown = "; ".join(f"{row['settings']['sides'][0][1]}: {span(row)}" for row in found)
+        shown = "; ".join(f"{row['settings']['sides'][0][1]}: {compared(row)}" for row in found)
         if for_first and not for_second:
             said = do
         elif for_second and not for_first:

@@ -1,5 +1,6 @@
 """The figures of docs/scaling.md, from the functions of the pipeline; run it again after a change of codecs or heads."""
 
+import sys
 from pathlib import Path
 
 import torch
@@ -7,11 +8,13 @@ import torch
 from draftsmith.data.cache.codecs import STATE_CODECS
 from draftsmith.data.cache.fields import bytes_per_token, cache_fields
 from draftsmith.data.cache.manifest import CacheSettings
-from draftsmith.files import publish_text
 from draftsmith.models.eagle import EagleConfig, EagleHead
 from draftsmith.models.target import choose_taps
 from draftsmith.models.vocabulary import DraftVocabulary
 from draftsmith.train.optim import training_bytes
+
+sys.path.insert(0, str(Path(__file__).parent))
+from markdown import fill, table
 
 # width, vocabulary, blocks, attention heads, key-value heads, head_dim, intermediate, GB at bf16, parameters that a token uses
 TARGETS = {
@@ -22,7 +25,6 @@ TARGETS = {
 TOKENS, DRAFT_VOCABULARY, ROLLOUTS = 100_000_000, 32_000, 7
 # A stated rate, to be replaced by a measured one: 40 % of the 989 TFLOP/s (dense bf16) in the data sheet of an H100 SXM.
 GPUS, FLOPS = 8, 0.4 * 989e12
-PAGE, START, END = Path("docs/scaling.md"), "<!-- figures -->\n", "<!-- end of figures -->"
 
 
 def head_bytes(name: str) -> tuple[int, int]:
@@ -54,32 +56,23 @@ def head_bytes(name: str) -> tuple[int, int]:
 
 
 def figures() -> str:
-    lines = ["| target | codec of states | bytes per token | 100 M tokens |", "|---|---|---|---|"]
-    for name, (width, vocabulary, blocks, *_) in TARGETS.items():
+    sizes, memory, times = [], [], []
+    for name, (width, vocabulary, blocks, *_, weights, used) in TARGETS.items():
         for codec in STATE_CODECS:
             settings = CacheSettings.model_validate({"state_codec": codec, "distribution": "topk"})
             size = bytes_per_token(cache_fields(settings, width, vocabulary, blocks))
-            lines.append(f"| {name} | {codec} | {size:,} | {size * TOKENS / 1e12:.2f} TB |")
-    lines += [
-        "",
-        "| target | head | to train it, one rank | per rank of 8, FSDP2 | target's weights |",
-        "|---|---|---|---|---|",
-    ]
-    for name, (*_, weights, _) in TARGETS.items():
+            sizes.append((name, codec, f"{size:,}", f"{size * TOKENS / 1e12:.2f} TB"))
         count, size = head_bytes(name)
-        lines.append(f"| {name} | {count / 1e6:,.0f} M | {size / 1e9:.1f} GB | {size / 8e9:.2f} GB | {weights} GB |")
-    lines += [
-        "",
-        "| target | tokens/s of the cache | 100 M tokens | tokens/s of the training | 100 M tokens |",
-        "|---|---|---|---|---|",
-    ]
-    for name, (*_, used) in TARGETS.items():
-        rates = GPUS * FLOPS / (2 * used), GPUS * FLOPS / (6 * head_bytes(name)[0] * ROLLOUTS)
-        cells = " | ".join(f"{rate:,.0f} | {TOKENS / rate / 3600:.2f} h" for rate in rates)
-        lines.append(f"| {name} | {cells} |")
-    return "\n".join(lines)
+        memory.append((name, f"{count / 1e6:,.0f} M", f"{size / 1e9:.1f} GB", f"{size / 8e9:.2f} GB", f"{weights} GB"))
+        rates = GPUS * FLOPS / (2 * used), GPUS * FLOPS / (6 * count * ROLLOUTS)
+        times.append((name, *(cell for rate in rates for cell in (f"{rate:,.0f}", f"{TOKENS / rate / 3600:.2f} h"))))
+    tables = (
+        table(("target", "codec of states", "bytes per token", "100 M tokens"), sizes),
+        table(("target", "head", "to train it, one rank", "per rank of 8, FSDP2", "target's weights"), memory),
+        table(("target", "tokens/s of the cache", "100 M tokens", "tokens/s of the training", "100 M tokens"), times),
+    )
+    return "\n\n".join(tables)
 
 
 if __name__ == "__main__":
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    publish_text(PAGE, f"{before}{START}\n{figures()}\n\n{END}{rest.partition(END)[2]}")
+    fill(Path("docs/scaling.md"), "figures", figures())

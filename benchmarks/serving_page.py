@@ -3,12 +3,13 @@
 Knows compared numbers; runs neither an engine nor a decoder.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
-from draftsmith.files import publish_text
+sys.path.insert(0, str(Path(__file__).parent))
+import markdown
 
-START, END = "<!-- parity -->\n", "<!-- end of parity -->"
 ABOUT = ("draft", "layout", "method", "K", "spoilt")
 
 
@@ -36,43 +37,45 @@ def study_rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The parity table, then the same of the spoilt exports, as Markdown."""
-    head = (
-        "| engine | method | draft | layout | K | greedy identical | acceptance length, ours | theirs | equal verifies"
+    heads = ("engine", "method", "draft", "layout", "K", "greedy identical", "acceptance length, ours", "theirs")
+    heads += ("equal verifies", "rates at positions 1 … K, ours", "theirs")
+    good = markdown.table(heads, [_line(row) for row in rows if not row["settings"]["spoilt"]])
+    heads = (
+        "method",
+        "draft",
+        "what is wrong",
+        "K",
+        "greedy identical",
+        "acceptance length, good",
+        "spoilt",
+        "found out",
     )
-    lines = [f"{head} | rates at positions 1 … K, ours | theirs |", "|---" * 11 + "|"]
-    lines += [_line(row) for row in rows if not row["settings"]["spoilt"]]
-    lines += ["", "Spoilt on purpose, each of them loaded without complaint:", ""]
-    lines += [
-        "| method | draft | what is wrong | K | greedy identical | acceptance length, good | spoilt | found out |"
-    ]
-    lines += ["|---" * 8 + "|"]
-    lines += [_spoilt_line(row) for row in rows if row["settings"]["spoilt"]]
-    return "\n".join(lines)
+    bad = markdown.table(heads, [_spoilt_line(row) for row in rows if row["settings"]["spoilt"]])
+    return f"{good}\n\nSpoilt on purpose, each of them loaded without complaint:\n\n{bad}"
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: dict[str, Any]) -> list[str]:
     about = row["settings"]
     cells = ["vLLM", f"`{about['method']}`", about["draft"], about["layout"] or "none", str(about["K"])]
     if "theirs" not in row:
-        return f"| {' | '.join(cells)} | {'; '.join(row['faults'])} | | | | | |"
+        return [*cells, "; ".join(row["faults"]), *[""] * 5]
     (same, prompts), (equal, verifies) = row["identical"], row["equal_verifies"]
     cells += [f"{same}/{prompts}", _length(row["ours"]), _length(row["theirs"]), f"{equal:,}/{verifies:,}"]
-    return f"| {' | '.join([*cells, _rates(row['ours']), _rates(row['theirs'])])} |"
+    return [*cells, _rates(row["ours"]), _rates(row["theirs"])]
 
 
-def _spoilt_line(row: dict[str, Any]) -> str:
+def _spoilt_line(row: dict[str, Any]) -> list[str]:
     about = row["settings"]
     cells = [f"`{about['method']}`", about["draft"], about["spoilt"], str(about["K"])]
     if "theirs" not in row:
-        return f"| {' | '.join(cells)} | {'; '.join(row['faults'])} | | | no |"
+        return [*cells, "; ".join(row["faults"]), "", "", "no"]
     same, prompts = row["identical"]
-    cells += [f"{same}/{prompts}", _length(row["ours"]), _length(row["theirs"]), "yes" if row["met"] else "no"]
-    return f"| {' | '.join(cells)} |"
+    return [*cells, f"{same}/{prompts}", _length(row["ours"]), _length(row["theirs"]), "yes" if row["met"] else "no"]
 
 
 def _length(side: dict[str, Any]) -> str:
     length = side["length"]
-    return f"{length['value']:.3f} ({length['low']:.2f}–{length['high']:.2f})" if "value" in length else "no drafts"
+    return markdown.span(length, 3) if "value" in length else "no drafts"
 
 
 def _rates(side: dict[str, Any]) -> str:
@@ -81,5 +84,4 @@ def _rates(side: dict[str, Any]) -> str:
 
 def write_table(rows: list[dict[str, Any]], page: Path) -> None:
     """Replace what stands between the marks of the page."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(START)
-    publish_text(page, f"{before}{START}\n{table(rows)}\n\n{END}{rest.partition(END)[2]}")
+    markdown.fill(page, "parity", table(rows))

@@ -1,6 +1,11 @@
 """docs/tuning.md: how the tuner works and is told what to do, and the study's rows as tables. Writes text, measures nothing."""
 
+import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from markdown import machine, span, table
 
 HOW = """# Tuning: which draft, how much of it, and when not to
 
@@ -81,27 +86,22 @@ Machine: {machine}.
 
 def page(rows: list[dict[str, Any]], verdicts: list[str], environment: dict[str, Any]) -> str:
     """The page for a study's rows, and the tuner's verdict on each target and temperature in their order."""
-    machine = ", ".join(
-        f"{key} {value}"
-        for key, value in environment.items()
-        if not isinstance(value, dict | list) and value is not None
-    )
     targets = dict.fromkeys(
         (r["settings"]["target"], r["settings"]["temperature"]) for r in rows if "rank" in r["settings"]
     )
     said = [f"- {name}, T = {heat:g}: {text}" for (name, heat), text in zip(targets, verdicts, strict=True)]
     return HOW + MEASURED.format(
-        machine=machine,
+        machine=machine(environment),
         verdicts="\n".join(said),
         verified=_verified(rows),
-        temperatures=_table(
+        temperatures=table(
             ("target", "draft", "T", "drafting", "tree", "speed-up"),
             [
                 _cells(r, "target", "draft", "temperature", "drafting", "tree")
                 for r in _of(rows, "speed-up, predicted, by temperature")
             ],
         ),
-        batches=_table(
+        batches=table(
             ("target", "T", "batch", "draft", "tree", "speed-up"),
             [
                 _cells(r, "target", "temperature", "batch", "draft", "tree")
@@ -116,7 +116,7 @@ def _of(rows: list[dict[str, Any]], what: str) -> list[dict[str, Any]]:
 
 
 def _cells(row: dict[str, Any], *keys: str) -> list[str]:
-    return [str(row["settings"][key]) for key in keys] + [_span(row)]
+    return [str(row["settings"][key]) for key in keys] + [span(row, to=" to ")]
 
 
 def _verified(rows: list[dict[str, Any]]) -> str:
@@ -130,7 +130,9 @@ def _verified(rows: list[dict[str, Any]]) -> str:
         strict=True,
     ):
         line = [str(tokens["settings"][key]) for key in ("target", "temperature", "draft", "tree", "drafting")]
-        lines.append([*line, _span(tokens), _judged(tokens_error), _span(speed), _judged(speed_error)])
+        lines.append(
+            [*line, span(tokens, to=" to "), _judged(tokens_error), span(speed, to=" to "), _judged(speed_error)]
+        )
     heads = (
         "target",
         "T",
@@ -142,17 +144,8 @@ def _verified(rows: list[dict[str, Any]]) -> str:
         "speed-up",
         "error (goal 10 %)",
     )
-    return _table(heads, lines)
+    return table(heads, lines)
 
 
 def _judged(row: dict[str, Any]) -> str:
     return f"{row['value']:+.1%}" if row["met"] else f"**{row['value']:+.1%}**"
-
-
-def _span(row: dict[str, Any]) -> str:
-    return f"{row['value']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
-
-
-def _table(heads: tuple[str, ...], rows: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])

@@ -17,7 +17,7 @@ from draftsmith.errors import Stopped, UserError, first_line
 
 if TYPE_CHECKING:
     from draftsmith.config import Loaded
-    from draftsmith.stages import Work
+    from draftsmith.work import Work
 
 app = typer.Typer(
     name="draftsmith",
@@ -82,8 +82,9 @@ def _run(loaded: "Loaded", stage: str) -> Path:
 
     from draftsmith.files import is_main
     from draftsmith.run import RunFolder, execute, needed, schedule
-    from draftsmith.stages import Work, stage_units
+    from draftsmith.stages import stage_units
     from draftsmith.train.signals import on_signals
+    from draftsmith.work import Work
 
     logging.disable_progress_bar()  # the stages have their own; bars of single files are noise beside them
     with on_signals(_stop):
@@ -109,7 +110,7 @@ def _run(loaded: "Loaded", stage: str) -> Path:
 
 
 def _work(loaded: "Loaded") -> "Work":
-    from draftsmith.stages import Work
+    from draftsmith.work import Work
 
     return Work(loaded.config, say)
 
@@ -170,7 +171,7 @@ def prepare(config: ConfigPath, overrides: Overrides = None) -> None:
 @app.command()
 def regenerate(config: ConfigPath, overrides: Overrides = None) -> None:
     """Have the target itself answer the conversations of the data, here or through a server."""
-    from draftsmith.stages import Work
+    from draftsmith.work import Work
 
     loaded = _load(config, overrides)
     if loaded.config.regenerate.base_url is None:

@@ -35,7 +35,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what would move a term
 def print_masks(config: Config, split: str, count: int, domain: str | None = None) -> None:
     """The first `count` rows of each domain, or of one. Raises UserError for what is not there or before `prepare`."""
     from draftsmith.data.rows import SPLITS, Rows
-    from draftsmith.stages import Work
+    from draftsmith.work import Work
 
     if split not in SPLITS:
         raise UserError(f"--split {split}: give {' or '.join(SPLITS)}")

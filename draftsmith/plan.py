@@ -15,7 +15,8 @@ from rich.table import Table
 from draftsmith.config import Config
 from draftsmith.errors import UserError, first_line
 from draftsmith.run import RunFolder, schedule
-from draftsmith.stages import TRAINED, Work, stage_units
+from draftsmith.stages import stage_units
+from draftsmith.work import TRAINED, Work
 
 if TYPE_CHECKING:
     import numpy as np

@@ -247,24 +247,6 @@ class PromptLookup(Drafter):
         return []
 
 
-class AlwaysWrong(Drafter):
-    """Drafts the successor of the target's own choice in the vocabulary, which greedy decoding never accepts. For tests."""
-
-    def __init__(self, target: LanguageModel) -> None:
-        self._oracle = LMDrafter(target)
-
-    def begin(self, batch: int, capacity: int) -> None:
-        self._oracle.begin(batch, capacity)
-
-    def propose(self, committed: Committed, shape: Shape, sampler: Sampler) -> Proposal:
-        best = self._oracle.propose(committed, shape, Sampler(0.0))
-        wrong = (best.tokens + 1) % self._oracle.model.vocabulary
-        return replace(best, tokens=torch.cat([best.tokens[:, :1], wrong[:, 1:]], dim=1))
-
-    def keep(self, rows: Tensor) -> None:
-        self._oracle.keep(rows)
-
-
 def _grow_started(
     drafter: Any, started: Tensor, committed: Committed, logits: Tensor, shape: Shape, sampler: Sampler
 ) -> Proposal:

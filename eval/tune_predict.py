@@ -13,7 +13,7 @@ import numpy as np
 from draftsmith.eval.costs import PLAIN, Costs, describe
 from draftsmith.eval.metrics import RESAMPLES, Interval, ratio
 from draftsmith.eval.replay import Replayed, Trace, rank_profile, replay
-from draftsmith.eval.tree import Dynamic, Shape, Static, chain_shape, optimal_shape
+from draftsmith.eval.tree import Dynamic, Shape, chain_shape, optimal_shape
 from draftsmith.eval.tune_settings import TuneSettings
 
 RANKS = 16  # of a static tree's node at most; at a temperature above 0 as many as were sampled
@@ -197,8 +197,3 @@ def runtime_rules(prediction: Prediction, costs: Costs, most_temperature: float,
         "window": window,
         "retry_after": math.ceil(window * max(0.0, cost - 1) / TRIAL_COST),
     }
-
-
-def chain_only(shape: Shape) -> bool:
-    """Whether every engine can draft it."""
-    return isinstance(shape, Static) and shape.nodes == shape.depth

@@ -19,7 +19,6 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-import xxhash
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -34,11 +33,11 @@ from draftsmith.train.checkpoint import (
     generators,
     restore,
     set_generators,
-    trained,
 )
 from draftsmith.train.faults import nonfinite, nonfinite_gradients
 from draftsmith.train.feeder import Feeder, Loaded, Source, batch_plan
 from draftsmith.train.held_out import HeldOut
+from draftsmith.train.identity import changed, identity
 from draftsmith.train.objectives import Objective, Sums
 from draftsmith.train.optim import compute_dtype, make_optimizer, schedule, set_learning_rate
 from draftsmith.train.ranks import Ranks, unsharded
@@ -47,8 +46,6 @@ from draftsmith.train.signals import on_signals
 
 Log = Callable[[dict[str, float], int], None]
 CHECKPOINTS = "checkpoints"
-START = "start of the weights"  # in the identity of a run
-SPEED = {"checkpoint_every", "bad_rows"}  # settings that may change between an interrupted run and its resumption
 
 
 @dataclass
@@ -113,32 +110,28 @@ class _Position:
     summary: Summary = field(default_factory=Summary)
 
 
+@dataclass
 class _Trainer:
     """One run from its start or last checkpoint to its end."""
 
-    def __init__(
-        self,
-        objective: Objective,
-        source: Source,
-        held_out: HeldOut,
-        settings: TrainSettings,
-        folder: Path,
-        seed: int,
-        keep: Callable[[], None],
-        log: Log | None,
-        title: str,
-    ) -> None:
-        self.objective, self.source, self.held_out, self.settings = objective, source, held_out, settings
-        self.folder, self.seed, self.keep, self.log, self.title = folder, seed, keep, log, title
-        self.checkpoints = Checkpoints(folder / CHECKPOINTS)
-        self.at = _Position()
-        self.stop: int | None = None  # the signal that asked for it
-        self.before = 0.0  # seconds of earlier parts of this run
-        self.started = time.monotonic()
+    objective: Objective
+    source: Source
+    held_out: HeldOut
+    settings: TrainSettings
+    folder: Path
+    seed: int
+    keep: Callable[[], None]
+    log: Log | None
+    title: str
+    at: _Position = field(default_factory=_Position)
+    stop: int | None = None  # the signal that asked for it
+    before: float = 0.0  # seconds of earlier parts of this run
+    started: float = field(default_factory=time.monotonic)
 
     def run(self) -> Summary:
         """The whole of it. The checkpoints are gone when it returns: the draft that was kept is the result."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.checkpoints = Checkpoints(self.folder / CHECKPOINTS)
         for parameter in self.objective.parameters():
             parameter.data = parameter.data.float()  # masters: below 2⁻⁸ of a weight a bf16 step is no step
         self.plan = batch_plan(self.source.lengths, self.settings, self.seed)
@@ -186,10 +179,9 @@ class _Trainer:
         self._save()
 
     def _resume(self, state: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> None:
-        found = state["identity"]
-        if changed := [key for key, value in self.identity.items() if not _alike(key, found.get(key), value)]:
+        if other := changed(state["identity"], self.identity):
             raise UserError(
-                f"{self.checkpoints.folder}: of a run with another {', '.join(changed)}; "
+                f"{self.checkpoints.folder}: of a run with another {', '.join(other)}; "
                 "restore the setting to continue it, or delete the folder to begin anew"
             )
         restore(self.objective, self.optimizer, tensors)
@@ -371,36 +363,6 @@ def _note(record: dict[str, float]) -> str:
         f"loss {record['loss']:.3f}  acceptance {record['expected_acceptance']:.3f}  "
         f"data wait {record['data_wait']:.0%}  {record['memory_gb']:.1f} GB"
     )
-
-
-def identity(
-    objective: Objective, source: Source, held_out: HeldOut, settings: TrainSettings, seed: int
-) -> dict[str, Any]:
-    """What a checkpoint must agree in with the run that continues it, by the name that a refusal gives."""
-    rows = xxhash.xxh3_64(np.ascontiguousarray(source.lengths).tobytes())
-    rows.update(str(getattr(source, "identity", "")).encode())
-    text = xxhash.xxh3_64()
-    for batch in held_out.batches:
-        text.update(batch.token_ids.cpu().numpy().tobytes())
-    kept = {key: value for key, value in settings.model_dump(mode="json").items() if key not in SPEED}
-    return {
-        "objective": f"{type(objective).__name__}, {objective.steps} steps, decay {objective.decay}",
-        **kept,
-        "seed": seed,
-        START: {name: float(weights.detach().norm()) for name, weights in trained(objective).items()},
-        "vocabulary of the draft": xxhash.xxh3_64_hexdigest(objective.vocabulary.target_ids.cpu().numpy().tobytes()),
-        "rows": rows.hexdigest(),
-        "held-out rows": text.hexdigest(),
-    }
-
-
-def _alike(key: str, found: Any, wanted: Any) -> bool:
-    """Equal; the norms of a start up to rounding, since one that is computed (as from singular vectors) depends on the number of
-    threads in its last digits."""
-    if key != START:
-        return bool(found == wanted)
-    same_names = isinstance(found, dict) and found.keys() == wanted.keys()
-    return same_names and all(math.isclose(found[name], value, rel_tol=1e-4) for name, value in wanted.items())
 
 
 def _record(loss: float, sums: Sums, learning_rate: float, rate: float) -> dict[str, float]:

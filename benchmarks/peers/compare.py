@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ from peers_page import best_of, longer_rows, page, study_rows
 from safetensors.torch import load_file
 from states import held_out, write_states
 
-from draftsmith.environment import describe_environment
-from draftsmith.files import digest, publish_json, publish_text
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from study import Entry, Journal, do_missing, publish_study, study_parser
+
+from draftsmith.files import digest
 from draftsmith.models.eagle import EagleHead
 from draftsmith.models.target import Target
 
@@ -53,10 +55,6 @@ class Job:
     seed: int = 0
     change: str = ""
 
-    @property
-    def key(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -78,26 +76,8 @@ class Plan:
         return self.folder / "heads" / f"{job.recipe}-{digest(asdict(job))[:12]}"
 
 
-class Journal:
-    """Finished work, a line each: {"job": …, "what": …, …}."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        self.entries = {(Job(**e["job"]).key, e["what"]): e for e in map(json.loads, lines)}
-
-    def get(self, job: Job, what: str) -> dict[str, Any] | None:
-        return self.entries.get((job.key, what))
-
-    def add(self, job: Job, what: str, **found: Any) -> None:
-        entry = {"job": asdict(job), "what": what, **found}
-        with self.path.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(entry) + "\n")
-        self.entries[job.key, what] = entry
-
-
-def train(plan: Plan, job: Job) -> dict[str, Any]:
-    """Train one head in a process of its own, of one thread; what its training.json says."""
+def train(plan: Plan, job: Job) -> Entry:
+    """Train one head in a process of its own, of one thread; its line, with what its training.json says."""
     out = plan.place(job)
     shutil.rmtree(out, ignore_errors=True)
     if job.recipe == "ours":
@@ -110,24 +90,17 @@ def train(plan: Plan, job: Job) -> dict[str, Any]:
         command += [] if job.rate is None else ["--rate", str(job.rate)]
     command += ["--seed", str(job.seed), "--out", str(out)]
     log = plan.folder / "logs" / f"{out.name}.txt"
-    log.parent.mkdir(exist_ok=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
     alone = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("w") as written:
         done = subprocess.run(command, env=os.environ | alone, stdout=written, stderr=subprocess.STDOUT)
     if done.returncode:
         raise RuntimeError(f"{job}: ended with {done.returncode}; its last words are in {log}")
-    return json.loads((out / "training.json").read_text(encoding="utf-8"))
+    return {"job": asdict(job), "what": "trained"} | json.loads((out / "training.json").read_text(encoding="utf-8"))
 
 
 def train_all(plan: Plan, journal: Journal, jobs: list[Job], workers: int) -> None:
-    missing = [job for job in jobs if journal.get(job, "trained") is None]
-    print(f"{len(jobs) - len(missing)} of {len(jobs)} heads are trained", flush=True)
-    with ThreadPoolExecutor(workers) as pool:
-        started = {pool.submit(train, plan, job): job for job in missing}
-        for future in as_completed(started):
-            job, found = started[future], future.result()
-            journal.add(job, "trained", **found)
-            print(f"{job}: {found['steps']} steps of {found['seconds_per_step']:.2f} s", flush=True)
+    do_missing(journal, {(job, "trained"): (plan, job) for job in jobs}, train, ThreadPoolExecutor(workers))
 
 
 class Decoder:
@@ -154,25 +127,29 @@ class Decoder:
 
     def measure(self, journal: Journal, jobs: list[Job], name: str) -> None:
         for job in jobs:
-            if journal.get(job, name) is not None:
+            if (job, name) in journal.found:
                 continue
             head, apart = self.head(job)
             what = CHAINS if name == "choosing" else tuple(SHAPES)
             found = measured(
                 self.target, head, self.prompts[name], self.plain[name], what, self.plan.new_tokens, job.seed
             )
-            journal.add(job, name, decoded=found, difference=apart)
+            journal.add({"job": asdict(job), "what": name, "decoded": found, "difference": apart})
             said = {setting: round(sum(t for t, _ in p) / sum(v for _, v in p), 3) for setting, p in found.items()}
             print(f"{name} {job}: {said}", flush=True)
 
 
+def journal_of(plan: Plan) -> Journal:
+    """What is done: trained, decoded to choose a learning rate, decoded in the end."""
+    return Journal(plan.folder / "runs.jsonl", lambda entry: (Job(**entry["job"]), entry["what"]))
+
+
 def run_all(plan: Plan, seeds: int, rates: int, ablations: bool, workers: int) -> Journal:
     """Train and choose at the first seed, train the chosen at the others, and decode what is compared."""
-    plan.folder.mkdir(parents=True, exist_ok=True)
     for peer in PEERS:
         python_of(peer, plan.environments)
     write_states(plan.run, plan.states, plan.tokens, list(range(seeds)))
-    journal = Journal(plan.folder / "runs.jsonl")
+    journal = journal_of(plan)
     ours = [Job("ours", seed=seed) for seed in range(seeds)]
     tried = [Job(peer, rate) for peer in PEERS for rate in (*RATES[peer][:rates], None)]
     train_all(plan, journal, [ours[0], *tried], workers)
@@ -193,9 +170,8 @@ def run_all(plan: Plan, seeds: int, rates: int, ablations: bool, workers: int) -
 
 def run_longer(plan: Plan, best: dict[str, float | None], workers: int) -> Journal:
     """The chosen recipes once more, on as many tokens as this plan says, at one seed: whether what was found lasts."""
-    plan.folder.mkdir(parents=True, exist_ok=True)
     write_states(plan.run, plan.states, plan.tokens, [0])
-    journal = Journal(plan.folder / "runs.jsonl")
+    journal = journal_of(plan)
     jobs = [Job("ours"), *(Job(peer, rate) for peer, rate in best.items())]
     train_all(plan, journal, jobs, workers)
     Decoder(plan).measure(journal, jobs, "final")
@@ -203,11 +179,7 @@ def run_longer(plan: Plan, best: dict[str, float | None], workers: int) -> Journ
 
 
 def chosen_rates(journal: Journal) -> dict[str, float | None]:
-    return {peer: best_of(entries(journal, "choosing"), peer)["job"]["rate"] for peer in PEERS}
-
-
-def entries(journal: Journal, what: str) -> list[dict[str, Any]]:
-    return [entry for entry in journal.entries.values() if entry["what"] == what]
+    return {peer: best_of(list(journal.found.values()), peer)["job"]["rate"] for peer in PEERS}
 
 
 def command(parser: argparse.ArgumentParser, given: argparse.Namespace) -> str:
@@ -219,35 +191,25 @@ def command(parser: argparse.ArgumentParser, given: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path, nargs="?", default=Path("runs/demo"), help="a finished run")
-    parser.add_argument("--folder", type=Path, default=Path("runs/bench-peers"), help="where finished work is noted")
+    parser = study_parser(__doc__, "runs/bench-peers", tokens=24_000, seeds=2, workers=1)
     parser.add_argument("--environments", type=Path, default=Path(".peers"), help="where the peers are installed")
-    parser.add_argument("--tokens", type=int, default=24_000, help="that every head sees")
-    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument(
         "--rates", type=int, default=3, help="learning rates tried beside each peer's default, at most 3"
     )
-    parser.add_argument("--workers", type=int, default=1, help="heads trained at once, a thread each")
     parser.add_argument("--ablations", action="store_true", help="also our recipe with one thing changed at a time")
     parser.add_argument("--longer", type=int, help="also the chosen recipes, at one seed, on so many tokens")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: few tokens and prompts, no page")
     given = parser.parse_args()
     torch.set_num_threads(1)
     tokens, sizes = (1500, (1, 2, 8)) if given.quick else (given.tokens, (8, 16, 48))
     folder = (given.folder / f"{tokens}-tokens").resolve()
     plan = Plan(given.run.resolve(), folder, given.environments.resolve(), tokens, *sizes)
     journal = run_all(plan, given.seeds, given.rates, given.ablations, given.workers)
-    rows = study_rows(list(journal.entries.values()), tokens)
+    rows = study_rows(list(journal.found.values()), tokens)
     if given.longer:
         longer = replace(plan, folder=folder.with_name(f"{given.longer}-tokens-longer"), tokens=given.longer)
-        rows += longer_rows(
-            list(run_longer(longer, chosen_rates(journal), given.workers).entries.values()), given.longer
-        )
-    study = {"environment": describe_environment(), "command": command(parser, given), "rows": rows}
-    places = (folder, folder) if given.quick else (Path("docs/studies"), Path("docs"))
-    publish_json(places[0] / "peers.json", study)
-    publish_text(places[1] / "peers.md", page(study))
+        lasting = run_longer(longer, chosen_rates(journal), given.workers)
+        rows += longer_rows(list(lasting.found.values()), given.longer)
+    publish_study("peers", "peers", command(parser, given), rows, page, folder if given.quick else None)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from distill_page import interval, ratio_row, resampled
+from bootstrap import Entry, interval, ratio_row, resampled
+from markdown import machine, met, span, table
 
 #: what a line of training says of its recipe, by its name in ours, speculators' or SpecForge's settings
 TOLD = {
@@ -20,7 +21,6 @@ TOLD = {
     "learning_rate": ("other_lr", "lr", "learning_rate"),
 }
 
-Entry = dict[str, Any]
 GOAL = 1.1  # tokens per verify, ours over the better peer
 GAIN = "tokens per verify, ours over the better peer"
 LONG = "on more tokens"
@@ -218,7 +218,6 @@ Our recipe (seed 0) with one thing changed, to be read beside `ours` in the tabl
 def page(study: dict[str, Any]) -> str:
     """docs/peers.md from docs/studies/peers.json."""
     rows = study["rows"]
-    hardware = study["environment"].get("hardware", study["environment"])
     times = [row for row in rows if row["what"] == STEP]
     packages = {key: value for row in times for key, value in row["settings"].items() if key not in NOT_PACKAGES}
     trained = [row for row in rows if row["what"] == TAU]
@@ -226,7 +225,7 @@ def page(study: dict[str, Any]) -> str:
     return PAGE.format(
         command=study["command"],
         tokens=rows[0]["settings"]["tokens"],
-        machine=", ".join(f"{key} {value}" for key, value in hardware.items() if not isinstance(value, dict | list)),
+        machine=machine(study["environment"]),
         packages=", ".join(f"{key} {value}" for key, value in packages.items()),
         goals=gain_table([row for row in rows if row["what"] == GAIN]),
         defaults=gain_table([row for row in rows if row["what"].endswith("at its default rate")]),
@@ -234,7 +233,7 @@ def page(study: dict[str, Any]) -> str:
         taus=tau_table([row for row in trained if not row["settings"]["change"]]),
         choices=tau_table([row for row in rows if row["what"] == CHOSEN_BY]),
         times=time_table(times),
-        differences=difference_table(),
+        differences=table(("", "Draftsmith", "speculators 0.9.0", "SpecForge 0.2.0"), DIFFERENCES),
         ablations=ABLATED.format(table=tau_table(changed)) if changed else "",
     )
 
@@ -252,46 +251,33 @@ NOT_PACKAGES = ("recipe", "rate", "change", "steps", "tokens", *TOLD)
 
 
 def gain_table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| decoding | peer, learning rate | ratio | 95 % | goal | met |", "|---|---|---|---|---|---|"]
+    lines = []
     for row in rows:
         about = row["settings"]
-        met = {True: "yes", False: "**no**"}.get(row.get("met"), "")
-        lines.append(
-            f"| {about['decoding']} | {about['peer']}, {about['rate']} | {row['value']:.3f} | {row['low']:.3f} – {row['high']:.3f} "
-            f"| {row.get('goal', '')} | {met} |"
-        )
-    return "\n".join(lines)
+        value, bounds = f"{row['value']:.3f}", f"{row['low']:.3f} – {row['high']:.3f}"
+        peer = f"{about['peer']}, {about['rate']}"
+        lines.append((about["decoding"], peer, value, bounds, row.get("goal", ""), met(row)))
+    return table(("decoding", "peer, learning rate", "ratio", "95 %", "goal", "met"), lines)
 
 
 def tau_table(rows: list[dict[str, Any]]) -> str:
     """A line per recipe, rate and change, a column per way of decoding."""
     columns = list(dict.fromkeys(row["settings"]["decoding"] for row in rows))
-    lines: dict[tuple[str, str, int], dict[str, str]] = {}
+    lines: dict[tuple[str, str, str], dict[str, str]] = {}
     for row in rows:
         about = row["settings"]
-        key = (", ".join(filter(None, (about["recipe"], about["change"]))), about["rate"], about["seeds"])
-        lines.setdefault(key, {})[about["decoding"]] = f"{row['value']:.3f} ({row['low']:.2f}–{row['high']:.2f})"
-    table = [f"| recipe | learning rate | seeds | {' | '.join(columns)} |", "|---" * (3 + len(columns)) + "|"]
-    for (recipe, rate, seeds), cells in lines.items():
-        table.append(f"| {recipe} | {rate} | {seeds} | {' | '.join(cells.get(name, '–') for name in columns)} |")
-    return "\n".join(table)
-
-
-def difference_table() -> str:
-    header = ("", "Draftsmith", "speculators 0.9.0", "SpecForge 0.2.0")
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ("---",) * len(header), *DIFFERENCES))
+        key = (", ".join(filter(None, (about["recipe"], about["change"]))), about["rate"], str(about["seeds"]))
+        lines.setdefault(key, {})[about["decoding"]] = span(row, 3)
+    found = [(*key, *(cells.get(name, "–") for name in columns)) for key, cells in lines.items()]
+    return table(("recipe", "learning rate", "seeds", *columns), found)
 
 
 def time_table(rows: list[dict[str, Any]]) -> str:
     """A line per recipe: mean over all its heads; the learning rate is the default."""
-    table = [
-        "| recipe | rollouts | decay per rollout step | learning rate | steps | seconds |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
     for recipe in dict.fromkeys(row["settings"]["recipe"] for row in rows):
         own = [row for row in rows if row["settings"]["recipe"] == recipe and not row["settings"]["change"]]
         mean = sum(row["value"] for row in own) / len(own)
         about = next((row["settings"] for row in own if row["settings"]["rate"] == "default"), own[0]["settings"])
-        told = " | ".join(f"{about[name]:g}" for name in (*TOLD, "steps"))
-        table.append(f"| {recipe} | {told} | {mean:.2f} |")
-    return "\n".join(table)
+        lines.append((recipe, *(f"{about[name]:g}" for name in (*TOLD, "steps")), f"{mean:.2f}"))
+    return table(("recipe", "rollouts", "decay per rollout step", "learning rate", "steps", "seconds"), lines)

@@ -1,5 +1,6 @@
 """The decoder: exact against plain decoding, whatever drafts, however prompts are batched."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,8 +13,8 @@ from draftsmith.errors import UserError
 from draftsmith.eval import decode as decoding
 from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import (
-    AlwaysWrong,
     Committed,
+    Drafter,
     EagleDrafter,
     LMDrafter,
     MedusaDrafter,
@@ -31,6 +32,24 @@ from draftsmith.models.target import choose_taps
 from draftsmith.models.vocabulary import DraftVocabulary
 
 NO_EOS: frozenset[int] = frozenset()
+
+
+class AlwaysWrong(Drafter):
+    """Drafts the successor of the target's own choice in the vocabulary, which greedy decoding never accepts."""
+
+    def __init__(self, target):
+        self._oracle = LMDrafter(target)
+
+    def begin(self, batch, capacity):
+        self._oracle.begin(batch, capacity)
+
+    def propose(self, committed, shape, sampler):
+        best = self._oracle.propose(committed, shape, Sampler(0.0))
+        wrong = (best.tokens + 1) % self._oracle.model.vocabulary
+        return replace(best, tokens=torch.cat([best.tokens[:, :1], wrong[:, 1:]], dim=1))
+
+    def keep(self, rows):
+        self._oracle.keep(rows)
 
 
 def drafters(target):

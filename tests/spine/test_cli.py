@@ -188,7 +188,7 @@ def test_the_run_folder_says_what_the_user_set_and_what_followed(
 def test_a_signal_in_any_stage_is_one_line_that_says_how_to_go_on_and_its_exit_code(
     number: int, code: int, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftsmith.stages.Work.train_target", lambda work: os.kill(os.getpid(), number))
+    monkeypatch.setattr("draftsmith.work.Work.train_target", lambda work: os.kill(os.getpid(), number))
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}')
     source = f"{{kind: json, path: {tmp_path}/rows.jsonl}}"
     (tmp_path / "x.yaml").write_text(f"run_root: {tmp_path}/runs\ndata: {{sources: [{source}]}}\n")

@@ -11,7 +11,8 @@ from kit import tiny_target_folder
 from draftsmith.config import load_config
 from draftsmith.data.rows import Rows
 from draftsmith.run import RunFolder, execute, needed
-from draftsmith.stages import Work, stage_units
+from draftsmith.stages import stage_units
+from draftsmith.work import Work
 
 CONFIG = """
 run_root: {root}/runs

@@ -10,7 +10,8 @@ import pytest
 from draftsmith.cli import main
 from draftsmith.config import load_config
 from draftsmith.run import RunFolder, Unit, execute, schedule
-from draftsmith.stages import Work, stage_units
+from draftsmith.stages import stage_units
+from draftsmith.work import Work
 
 CONFIG = """
 run_root: {root}/runs
