@@ -19,7 +19,7 @@ from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import Drafter, EagleDrafter, LMDrafter, NoDraft
 from draftsmith.eval.exactness import first_token_law
 from draftsmith.eval.metrics import metrics, ratio
-from draftsmith.eval.profile import rank_profile
+from draftsmith.eval.replay import profile, record
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
 from draftsmith.eval.tree import Dynamic, Shape, as_shape, chain_shape, optimal_shape
@@ -183,13 +183,14 @@ def trees(study: Study, target: Target, drafter: Drafter, texts: list[list[int]]
     tuning, held = texts[: len(texts) // 4], texts[len(texts) // 4 :]  # shapes are chosen on the former
     for temperature in (0.0, 1.0):
         how = Decoding(chain_shape(DEPTH), Sampler(temperature), study.size.tokens, eos_ids=frozenset())
-        profile = rank_profile(target, drafter, tuning, how, DEPTH, 8)
+        written = decode(target, NoDraft(), tuning, how)
+        trace = record(target, drafter, written, how.sampler, depth=DEPTH, siblings=8)
         sharpest = (
             1.0 if temperature else max((1.0, 0.5, 0.25), key=lambda t: of_dynamic(target, drafter, tuning, t, how))
         )
         shapes: dict[str, Shape] = {
             f"chain of {DEPTH}": chain_shape(DEPTH),
-            f"static tree of {TREE}": optimal_shape(profile, TREE),
+            f"static tree of {TREE}": optimal_shape(profile(trace, 8, temperature > 0), TREE),
             f"dynamic tree of {TREE}": Dynamic(8, DEPTH, TREE, sharpest),
         }
         found = []
