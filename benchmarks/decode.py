@@ -22,6 +22,7 @@ from draftsmith.eval.metrics import metrics, ratio
 from draftsmith.eval.replay import profile, record
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
+from draftsmith.eval.timing import Run
 from draftsmith.eval.tree import Dynamic, Shape, as_shape, chain_shape, optimal_shape
 from draftsmith.files import publish_json, publish_text
 from draftsmith.models.draft import DraftLM
@@ -30,7 +31,7 @@ from draftsmith.models.target import Target
 
 sys.path.insert(0, str(Path(__file__).parent))
 from decode_page import page
-from decode_timing import Costs, ForwardTimes, Run, forwards_of, ours, paired, predict, transformers_greedy, watched
+from decode_timing import Costs, ForwardTimes, forwards_of, ours, pace, paired, predict, transformers_greedy, watched
 from twin import heavy_twin
 
 K, DEPTH, TREE = 5, 6, 32
@@ -117,7 +118,7 @@ def speed(
         plain.append(watched(target, NoDraft(), text, chain_shape(1), tokens))
         for (draft, tree), shape in sides.items():
             runs[draft, tree].append(watched(target, drafters[draft], text, shape, tokens))
-            if runs[draft, tree][-1].result.tokens != plain[-1].result.tokens:
+            if runs[draft, tree][-1].results[0].tokens != plain[-1].results[0].tokens:
                 raise RuntimeError(f"{draft}, {tree}: not what plain decoding gives")
         costs.measure(middle)
     order = list(sides)
@@ -144,15 +145,15 @@ def report_speed(
     measured = ratio(np.array([run.seconds for run in plain]), np.array([run.seconds for run in found]))
     study.add("speed-up over plain decoding", {**measured, "count": len(found)}, goal, **settings)
     predicted = predict(found, costs, shape.nodes + 1)
-    pace, own = (np.array([run.steady / run.tokens for run in side]) for side in (plain, found))
+    steady, own = (np.array([pace(run) for run in side]) for side in (plain, found))
     about = {
         "predicted": round(predicted.speedup, 3),
-        "measured": round(float(pace.sum() / own.sum()), 3),
+        "measured": round(float(steady.sum() / own.sum()), 3),
         "tokens_per_verify": round(predicted.tokens_per_verify, 3),
         "verify_cost": round(predicted.verify_cost, 3),
         "draft_cost": round(predicted.proposal / shape.depth, 4),
     }
-    share = {**ratio(pace / predicted.speedup, own), "count": len(found)}
+    share = {**ratio(steady / predicted.speedup, own), "count": len(found)}
     study.add("speed-up, measured over predicted", share, ">= 0.9", **about, **settings)
 
 
