@@ -16,7 +16,9 @@ the rules at run time with their thresholds. `draftsmith theory` prints what the
 2. **Replay.** A verify begins where the last one ended. At temperature 0, and for deterministic drafts at any, the counts are
    those of decoding, exactly. For sampled drafts the expectation given the text is exact for chains (an emitted token x had been
    accepted with probability min(p, q)(x) / p(x)) and unbiased for trees; which texts are written is chance, as it is in
-   decoding. What cannot be replayed: drafters that learn from their own rejections (lookahead), and chains that stop by confidence.
+   decoding. What cannot be replayed: drafters that learn from their own rejections (lookahead), chains that stop by confidence, and
+   dynamic trees with sampled children, whose growth depends on what was drawn: above temperature 0 those with the likeliest are
+   scored, and the tuner says so.
 3. **Time.** Draft, verify and the rest of each step are timed inside the decoder's own loop (`eval/timing.py`, `eval/costs.py`),
    settings and prompts in turn, at several batch sizes; or they are stated for another machine. Beside every timed setting the same
    prompt is decoded plainly, and the setting's seconds are scaled to the median plain step.

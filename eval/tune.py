@@ -69,6 +69,10 @@ class Tuner:
         """The document (schema 1): workload, costs, ranked settings, the best decoded for real, gates, limits, runtime rules."""
         hottest = self.settings.temperature
         traces = {name: self._record(name, hottest, pools=self._pools) for name in self.drafters}
+        if hottest > 0 and any(trace.places for trace in traces.values()):
+            self._say(
+                "dynamic trees are scored with the draft's likeliest children; with sampled ones they cannot be replayed"
+            )
         costs = self._costs(self.settings.batches[0], self._shapes(traces), hottest > 0)
         ranked = rank(traces, costs, self.settings)
         if not ranked:

@@ -169,11 +169,16 @@ def test_the_gate_is_the_last_temperature_of_those_that_pay_from_the_lowest_on()
     assert gate_of(heat(False, True, True)) == -1.0
 
 
-def tuned(costs, drafters=None, **changes):
+def tuned(costs, drafters=None, say=lambda line: None, **changes):
     settings = TuneSettings(**(SMALL | {"costs": costs, "batches": tuple(c.batch for c in costs)} | changes))
     texts = prompts()
     return Tuner(
-        tiny_target(), drafters or {"d": LMDrafter(near_copy())}, {"a": texts[:2], "b": texts[2:]}, settings, EVALUATION
+        tiny_target(),
+        drafters or {"d": LMDrafter(near_copy())},
+        {"a": texts[:2], "b": texts[2:]},
+        settings,
+        EVALUATION,
+        say,
     ).run()
 
 
@@ -207,12 +212,15 @@ def test_where_nothing_pays_the_rules_refuse_everything():
 
 def test_a_sampled_plan_decodes_what_it_predicts_within_its_interval():
     """Twelve tokens of two prompts, twice: a wide bound, which a wrong rule (tokens per verify of 1 or of K + 1) misses."""
+    said: list[str] = []
     document = tuned(
         [StatedCosts(target_step_ms=20, draft_step_ms=1, verify_ms={16: 24})],
+        say=said.append,
         temperature=1.0,
         temperatures=(1.0,),
         verified=1,
     )
+    assert any("dynamic trees" in line for line in said), "what was not scored is named"
     [entry] = document["verified"]
     assert entry["drafting"] == "sampled"
     assert entry["predicted_tokens_per_verify"] == pytest.approx(entry["measured_tokens_per_verify"]["value"], rel=0.4)
