@@ -150,14 +150,13 @@ class Speed:
 
     def metrics(self, tokens: np.ndarray, verifies: np.ndarray, K: int) -> dict[str, Any]:
         """speedup, draft_cost, verify_cost and speedup_predicted = tokens_per_verify / (verify_cost + K · draft_cost), whose
-        interval joins those of its parts. A verify's cost is the forward's and the rest's; prefill is left out. tokens, verifies:
-        sums of each decoded prompt, timed or not."""
+        interval joins those of its parts. Costs are of forwards and proposals alone, without prefill and the rest of a verify. tokens,
+        verifies: sums of each decoded prompt, timed or not."""
 
         def each(side: list[list[Run]], part: str) -> np.ndarray:
             return np.array([np.mean([getattr(run.cycle, part) for run in rounds]) for rounds in side])
 
-        plain, draft = each(self.plain, "seconds"), each(self.drafted, "draft") / K
-        verify = each(self.drafted, "verify") + each(self.drafted, "rest")
+        plain, verify, draft = each(self.plain, "verify"), each(self.drafted, "verify"), each(self.drafted, "draft") / K
         weights, drawn = resampled(len(tokens), 1), resampled(len(plain), 2)
         faster = (weights @ tokens) / (weights @ verifies)
         slower = (drawn @ (verify + K * draft)) / (drawn @ plain)

@@ -167,16 +167,16 @@ def test_a_measured_speed_up_is_taken_within_rounds(clock):
 
 
 def test_costs_and_the_predicted_speed_up_are_those_of_the_times_given():
-    """A plain step of 10 ms, a verify of 14 ms and 1 ms beside it, a draft step of 1 ms, K = 5, 3 tokens per verify."""
+    """A plain forward of 10 ms, a verify's of 15 ms, 1 ms beside each, a draft step of 1 ms, K = 5, 3 tokens per verify."""
 
     class Written:
         tokens = [0] * 30
 
-    plain = Run(0.02, [Cycle(1, 0.0, 0.009, 0.001)] * 30, [Written])
-    own = Run(0.04, [Cycle(6, 0.005, 0.014, 0.001)] * 10, [Written])
+    plain = Run(0.02, [Cycle(1, 0.0, 0.010, 0.001)] * 30, [Written])
+    own = Run(0.04, [Cycle(6, 0.005, 0.015, 0.001)] * 10, [Written])
     found = Speed([[plain] * 2] * 2, [[own] * 2] * 2).metrics(np.array([30.0, 60.0]), np.array([10.0, 20.0]), K=5)
     got = {name: entry["value"] for name, entry in found.items()}
-    expected = {"speedup": 0.32 / 0.24, "draft_cost": 0.1, "verify_cost": 1.5, "speedup_predicted": 3 / (1.5 + 5 * 0.1)}
+    expected = {"speedup": 0.35 / 0.25, "draft_cost": 0.1, "verify_cost": 1.5, "speedup_predicted": 3 / (1.5 + 5 * 0.1)}
     assert got == pytest.approx(expected)
     assert {entry["count"] for entry in found.values()} == {2}
 
