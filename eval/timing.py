@@ -150,8 +150,10 @@ class Speed:
 
     def metrics(self, tokens: np.ndarray, verifies: np.ndarray, K: int) -> dict[str, Any]:
         """speedup, draft_cost, verify_cost and speedup_predicted = tokens_per_verify / (verify_cost + K · draft_cost), whose
-        interval joins those of its parts. Costs are of forwards and proposals alone, without prefill and the rest of a verify. tokens,
-        verifies: sums of each decoded prompt, timed or not."""
+        interval joins those of its parts. Costs are of forwards and proposals alone, without prefill and the rest of a verify.
+
+        tokens, verifies: sums of each decoded prompt, timed or not.
+        """
 
         def each(side: list[list[Run]], part: str) -> np.ndarray:
             return np.array([np.mean([getattr(run.cycle, part) for run in rounds]) for rounds in side])
