@@ -19,9 +19,10 @@ from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import Drafter, EagleDrafter, LMDrafter, NoDraft
 from draftsmith.eval.exactness import first_token_law
 from draftsmith.eval.metrics import metrics, ratio
-from draftsmith.eval.profile import rank_profile
+from draftsmith.eval.replay import profile, record
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
+from draftsmith.eval.timing import Run
 from draftsmith.eval.tree import Dynamic, Shape, as_shape, chain_shape, optimal_shape
 from draftsmith.files import publish_json, publish_text
 from draftsmith.models.draft import DraftLM
@@ -30,7 +31,7 @@ from draftsmith.models.target import Target
 
 sys.path.insert(0, str(Path(__file__).parent))
 from decode_page import page
-from decode_timing import Costs, ForwardTimes, Run, forwards_of, ours, paired, predict, transformers_greedy, watched
+from decode_timing import Costs, ForwardTimes, forwards_of, ours, pace, paired, predict, transformers_greedy, watched
 from twin import heavy_twin
 
 K, DEPTH, TREE = 5, 6, 32
@@ -123,7 +124,7 @@ def speed(
         plain.append(watched(target, NoDraft(), text, chain_shape(1), tokens))
         for (draft, tree), shape in sides.items():
             runs[draft, tree].append(watched(target, drafters[draft], text, shape, tokens))
-            if runs[draft, tree][-1].result.tokens != plain[-1].result.tokens:
+            if runs[draft, tree][-1].results[0].tokens != plain[-1].results[0].tokens:
                 raise RuntimeError(f"{draft}, {tree}: not what plain decoding gives")
         costs.measure(middle)
     order = list(sides)
@@ -150,15 +151,15 @@ def report_speed(
     measured = ratio(np.array([run.seconds for run in plain]), np.array([run.seconds for run in found]))
     study.add("speed-up over plain decoding", {**measured, "count": len(found)}, goal, **settings)
     predicted = predict(found, costs, shape.nodes + 1)
-    pace, own = (np.array([run.steady / run.tokens for run in side]) for side in (plain, found))
+    steady, own = (np.array([pace(run) for run in side]) for side in (plain, found))
     about = {
         "predicted": round(predicted.speedup, 3),
-        "measured": round(float(pace.sum() / own.sum()), 3),
+        "measured": round(float(steady.sum() / own.sum()), 3),
         "tokens_per_verify": round(predicted.tokens_per_verify, 3),
         "verify_cost": round(predicted.verify_cost, 3),
         "draft_cost": round(predicted.proposal / shape.depth, 4),
     }
-    share = {**ratio(pace / predicted.speedup, own), "count": len(found)}
+    share = {**ratio(steady / predicted.speedup, own), "count": len(found)}
     study.add("speed-up, measured over predicted", share, ">= 0.9", **about, **settings)
 
 
@@ -175,9 +176,9 @@ def fastest(target: Target, drafter: Drafter, texts: list[list[int]], costs: Cos
     """The shape with the largest predicted speed-up on these prompts, at these costs. target: of the same function as the one that
     the costs are of, so the small target counts what the heavy twin accepts."""
     how = Decoding(chain_shape(1), Sampler(0.0), tokens, eos_ids=frozenset())
-    profile = rank_profile(target, drafter, texts, how, DEPTH, 4)
+    ranks = profiled(target, drafter, texts, how, 4)
     shapes: dict[str, Shape] = {f"chain of {k}": chain_shape(k) for k in (2, 3, 4, K, 7)}
-    shapes |= {f"static tree of {n}": optimal_shape(profile, n) for n in (7, 15, 31)}
+    shapes |= {f"static tree of {n}": optimal_shape(ranks, n) for n in (7, 15, 31)}
     shapes |= {
         f"dynamic tree of {n}, depth {d}, confidence temperature {c:g}": Dynamic(4, d, n, c)
         for n, d in ((7, 4), (15, 5), (15, 6), (23, 6), (31, 6))
@@ -192,18 +193,25 @@ def fastest(target: Target, drafter: Drafter, texts: list[list[int]], costs: Cos
     return best, shapes[best]
 
 
+def profiled(
+    target: Target, drafter: Drafter, texts: list[list[int]], how: Decoding, siblings: int
+) -> list[list[float]]:
+    """How often a child of each rank is accepted at each depth, along what plain decoding writes."""
+    trace = record(target, drafter, decode(target, NoDraft(), texts, how), how.sampler, depth=DEPTH, siblings=siblings)
+    return profile(trace, siblings, how.sampler.temperature > 0)
+
+
 def trees(study: Study, target: Target, drafter: Drafter, texts: list[list[int]]) -> None:
     """Tokens per verify of a chain, the best static tree for the head's own profile, and a dynamic tree, of equal depth."""
     tuning, held = texts[: len(texts) // 4], texts[len(texts) // 4 :]  # shapes are chosen on the former
     for temperature in (0.0, 1.0):
         how = Decoding(chain_shape(DEPTH), Sampler(temperature), study.size.tokens, eos_ids=frozenset())
-        profile = rank_profile(target, drafter, tuning, how, DEPTH, 8)
         sharpest = (
             1.0 if temperature else max((1.0, 0.5, 0.25), key=lambda t: of_dynamic(target, drafter, tuning, t, how))
         )
         shapes: dict[str, Shape] = {
             f"chain of {DEPTH}": chain_shape(DEPTH),
-            f"static tree of {TREE}": optimal_shape(profile, TREE),
+            f"static tree of {TREE}": optimal_shape(profiled(target, drafter, tuning, how, 8), TREE),
             f"dynamic tree of {TREE}": Dynamic(8, DEPTH, TREE, sharpest),
         }
         found = []

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from draftsmith.eval.decode import Decoded, Decoding, decode
 from draftsmith.eval.drafters import Drafter, EagleDrafter, LMDrafter
 from draftsmith.eval.sampling import Sampler
+from draftsmith.eval.timing import Run, timed
 from draftsmith.eval.tree import Shape
 from draftsmith.models.target import Target
 
@@ -55,7 +56,11 @@ def forwards_of(drafter: Drafter) -> list[tuple[Any, str]]:
 
 def ours(target: Target, drafter: Drafter, text: list[int], shape: Shape, tokens: int) -> Decoded:
     """One prompt, greedily, without an end before the cap."""
-    return decode(target, drafter, [text], Decoding(shape, Sampler(0.0), tokens, eos_ids=frozenset()))[0]
+    return decode(target, drafter, [text], greedily(shape, tokens))[0]
+
+
+def greedily(shape: Shape, tokens: int) -> Decoding:
+    return Decoding(shape, Sampler(0.0), tokens, eos_ids=frozenset())
 
 
 def transformers_greedy(target: Target, text: list[int], tokens: int, assistant: Any = None) -> list[int]:
@@ -90,34 +95,14 @@ def paired(
     return best
 
 
-@dataclass
-class Run:
-    """One prompt decoded once. seconds: all of it; steady: seconds after the first verify, so without prefill on either side,
-    in which `tokens` were emitted by `verifies`; proposals: seconds of each of the drafter's calls in that time."""
-
-    result: Decoded
-    seconds: float
-    steady: float
-    tokens: int
-    verifies: int
-    proposals: list[float] = field(default_factory=list)
-
-
 def watched(target: Target, drafter: Drafter, text: list[int], shape: Shape, tokens: int) -> Run:
-    """Decode one prompt greedily, and time it."""
-    moments: list[float] = []
+    """`ours` with a stopwatch."""
+    return timed(target, drafter, [text], greedily(shape, tokens))
 
-    def note(_prompt: int, _tokens: list[int], _accepted: int) -> None:
-        moments.append(time.perf_counter())
 
-    how = Decoding(shape, Sampler(0.0), tokens, eos_ids=frozenset())
-    with ForwardTimes((drafter, "propose")) as proposals:
-        started = time.perf_counter()
-        [result] = decode(target, drafter, [text], how, on_tokens=note)
-        seconds = time.perf_counter() - started
-    later = result.trace[1:]
-    steady = moments[-1] - moments[0]
-    return Run(result, seconds, steady, sum(step.emitted for step in later), len(later), proposals.calls[1:])
+def pace(run: Run) -> float:
+    """Seconds per token after the first verify, so without prefill."""
+    return sum(cycle.seconds for cycle in run.cycles[1:]) / sum(step.emitted for step in run.results[0].trace[1:])
 
 
 class Costs:
@@ -168,6 +153,6 @@ class Prediction:
 
 def predict(runs: Sequence[Run], costs: Costs, nodes: int) -> Prediction:
     """For a tree of `nodes` (the root included) from what was drafted and accepted in these runs."""
-    tau = sum(run.tokens for run in runs) / sum(run.verifies for run in runs)
-    proposal = float(np.median([seconds for run in runs for seconds in run.proposals]))
+    tau = float(np.mean([step.emitted for run in runs for step in run.results[0].trace[1:]]))
+    proposal = float(np.median([cycle.draft for run in runs for cycle in run.cycles[1:]]))
     return Prediction(tau, costs.verify_cost(nodes), proposal / costs.of(1))

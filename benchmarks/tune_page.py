@@ -21,12 +21,17 @@ the rules at run time with their thresholds. `draftsmith theory` prints what the
 2. **Replay.** A verify begins where the last one ended. At temperature 0, and for deterministic drafts at any, the counts are
    those of decoding, exactly. For sampled drafts the expectation given the text is exact for chains (an emitted token x had been
    accepted with probability min(p, q)(x) / p(x)) and unbiased for trees; which texts are written is chance, as it is in
-   decoding. What cannot be replayed: drafters that learn from their own rejections (lookahead), and chains that stop by confidence.
-3. **Time.** Draft, verify and the rest of each step are timed inside the decoder's own loop (`eval/costs.py`), all settings in
-   turn, at several batch sizes; or they are stated for another machine.
-4. **Predict** time = verifies × (draft + verify + rest) + prefill, for every setting, with intervals bootstrapped over prompts and
-   timings.
-5. **Check.** The best few are decoded for real, beside plain decoding, and the error of the prediction is reported.
+   decoding. What cannot be replayed: drafters that learn from their own rejections (lookahead), chains that stop by confidence, and
+   dynamic trees with sampled children, whose growth depends on what was drawn: above temperature 0 those with the likeliest are
+   scored, and the tuner says so.
+3. **Time.** Draft, verify and the rest of each step are timed inside the decoder's own loop (`eval/timing.py`, `eval/costs.py`),
+   settings and prompts in turn, at several batch sizes; or they are stated for another machine. Beside every timed setting the same
+   prompt is decoded plainly, and the setting's seconds are scaled to the median plain step.
+4. **Predict** time = verifies × (draft + verify + rest) + start, for every setting, with intervals bootstrapped over prompts and
+   timings. The start (prefill, and what the first draft takes more than another) is on a line over the prompt's length.
+5. **Check.** The best few are decoded for real, beside plain decoding, by the same stopwatch, and the error of the prediction is
+   reported. Both sides add up means of verifies, and both take ratios within a round of prompts and the median of the rounds: a
+   minimum or a median of either would leave out other parts of the time than the other side's.
 6. **Limits.** The temperature gate is the highest temperature up to which the best setting still pays with its whole interval, the
    batch limit likewise; the fallback's threshold is the acceptance at which a verify costs what it saves, its window so long that
    the usual acceptance stands three standard errors above that, and the wait before a new trial so long that trials which fail

@@ -20,8 +20,8 @@ from draftsmith.eval.depth_one import on_answers
 from draftsmith.eval.drafters import Drafter, NoDraft
 from draftsmith.eval.foreign import foreign_metrics
 from draftsmith.eval.metrics import by_position, by_prompt_length, metrics
-from draftsmith.eval.profile import rank_profile
 from draftsmith.eval.prompts import Prompt, Question, Writer, read_questions
+from draftsmith.eval.replay import profile, record
 from draftsmith.eval.sample import sample
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
@@ -157,9 +157,11 @@ def shape_for(
         return chain_shape(settings.K, settings.min_confidence)
     if settings.tree != "optimal":
         return as_shape(settings.tree, settings.K, settings.tree_nodes, settings.tree_width)
-    some, how = asked[: -(-len(asked) // 4)], decoding(settings, temperature)
-    profile = rank_profile(target, drafter, list(map(writer.first, some)), how, settings.K, settings.tree_width)
-    return optimal_shape(profile, settings.tree_nodes)
+    some, how = list(map(writer.first, asked[: -(-len(asked) // 4)])), decoding(settings, temperature)
+    texts = decode_all(target, NoDraft(), some, settings, how)
+    trace = record(target, drafter, texts, how.sampler, depth=settings.K, siblings=settings.tree_width)
+    sampled = temperature > 0 and settings.drafting == "sampled"
+    return optimal_shape(profile(trace, settings.tree_width, sampled), settings.tree_nodes)
 
 
 def play(

@@ -1,11 +1,8 @@
-"""What a step costs: measured inside the decoder's own loop, or stated for another machine.
+"""What a step costs: measured inside the decoder's own loop (`timing`), or stated for another machine.
 
-A verify of the engine is: the draft proposes, the target reads the tree, the rest (acceptance, bookkeeping, cache). `Timed` wraps a
-drafter and reads the clock where `decode` calls it anyway, so what is timed is the real loop, with the draft's and the target's
-weights pushing each other out of the processor's caches as they do when it counts. Knows nothing of acceptance.
+Knows nothing of acceptance.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,69 +10,16 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from draftsmith.eval.decode import Decoding, decode
+from draftsmith.eval.decode import Decoding
 from draftsmith.eval.drafters import Committed, Drafter, NoDraft
 from draftsmith.eval.sampling import Sampler
+from draftsmith.eval.timing import Run, timed
 from draftsmith.eval.tree import Dynamic, Proposal, Shape, Static, chain, chain_shape
 from draftsmith.eval.tune_settings import StatedCosts
 from draftsmith.models.target import Target
 
 PLAIN, FILLER = "", "filler"  # the names under which decoding without drafts, and with idle ones, is timed
-
-
-class _EnoughError(Exception):
-    """Ends a timed run: the decoder itself stops only where texts end, and a batch's texts must all go on while it is timed."""
-
-
-@dataclass
-class Cycle:
-    """One verify: seconds of the draft, of the target's forward, and of the rest. nodes: tokens read per row, the root included."""
-
-    nodes: int
-    draft: float
-    verify: float = 0.0
-    rest: float = 0.0
-
-
-class Timed(Drafter):
-    """A drafter and its clock: from `propose` to the target, to `observe`, to the next `propose`. Ends after `most` verifies."""
-
-    def __init__(self, inner: Drafter, most: int) -> None:
-        self.inner, self.taps, self.most_nodes = inner, inner.taps, inner.most_nodes
-        self._most = most
-        self.cycles: list[Cycle] = []
-        self.first = 0.0  # when the first proposal was asked for
-        self._mark = 0.0
-
-    def begin(self, batch: int, capacity: int) -> None:
-        self.inner.begin(batch, capacity)
-        self.cycles = []
-
-    def propose(self, committed: Committed, shape: Shape, sampler: Sampler) -> Proposal:
-        started = time.perf_counter()
-        if self.cycles:
-            self.cycles[-1].rest = started - self._mark
-        else:
-            self.first = started
-        if len(self.cycles) == self._most:
-            raise _EnoughError
-        proposal = self.inner.propose(committed, shape, sampler)
-        self._mark = time.perf_counter()
-        self.cycles.append(Cycle(proposal.tokens.shape[1], self._mark - started))
-        return proposal
-
-    def confidence(self) -> Tensor:
-        return self.inner.confidence()
-
-    def observe(self, logits: Tensor) -> None:
-        now = time.perf_counter()
-        self.cycles[-1].verify, self._mark = now - self._mark, now
-        self.inner.observe(logits)
-
-    def keep(self, rows: Tensor) -> None:
-        self.inner.keep(rows)
 
 
 class Filler(Drafter):
@@ -88,20 +32,39 @@ class Filler(Drafter):
 
 @dataclass
 class Timing:
-    """Seconds per repetition, each the median over a run's verifies. prefill: until the first draft is asked for; first: what the
-    first draft, which reads the prompt, takes more than another. nodes: tokens that the target read per verify, on average."""
+    """Seconds per repetition [R]: of a mean verify's parts, and of what happens once per text: start (see `timing.Run`), of which
+    prefill is the target's. lengths [R]: tokens of the prompts. nodes: that the target read per verify, on average."""
 
     draft: list[float] = field(default_factory=list)
     verify: list[float] = field(default_factory=list)
     rest: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
-    first: list[float] = field(default_factory=list)
-    nodes: float = 0.0
+    start: list[float] = field(default_factory=list)
+    lengths: list[float] = field(default_factory=list)
+    nodes: float = 1.0
 
     @property
     def cycle(self) -> np.ndarray:
         """[R]: a whole verify."""
-        return np.array(self.draft) + np.array(self.verify) + np.array(self.rest)
+        return np.array(self.draft) + self.forward
+
+    @property
+    def forward(self) -> np.ndarray:
+        """[R]: a verify without the draft."""
+        return np.array(self.verify) + np.array(self.rest)
+
+    def note(self, run: Run, length: float, scale: float = 1.0) -> None:
+        """One repetition, its seconds times `scale`."""
+        cycle = run.cycle
+        for values, seconds in (
+            (self.draft, cycle.draft),
+            (self.verify, cycle.verify),
+            (self.rest, cycle.rest),
+            (self.prefill, run.prefill),
+            (self.start, run.start),
+        ):
+            values.append(scale * seconds)
+        self.lengths.append(length)
 
 
 Key = tuple[str, Shape | None]  # a draft's name and what it drafts; (PLAIN, None) is plain decoding
@@ -117,43 +80,40 @@ def measure(
     repetitions: int,
     verifies: int = 8,
 ) -> dict[Key, Timing]:
-    """Timings of plain decoding and of each draft's shapes (`FILLER`: of a `Filler`) on `batch` of the texts at once.
+    """Timings of each draft's shapes (`FILLER`: of a `Filler`) on `batch` of the texts at once, and of plain decoding.
 
-    All runs take turns, `repetitions` times. Each is `verifies` verifies long, after a first one. sampler(shape): how it drafts
-    and what is sampled.
+    All settings take turns, `repetitions` times, and the texts as well. In every turn the same texts are decoded plainly too, and
+    what is timed is scaled to the pace of the machine's median plain step: a slow or fast moment of it makes no setting dear or
+    cheap. Each run is `verifies` verifies long, after a first one. sampler(shape): how it drafts and what is sampled.
     """
-    runs: list[Key] = [(PLAIN, None), *((name, shape) for name, chosen in shapes.items() for shape in chosen)]
-    found = {key: Timing() for key in runs}
-    idle = {PLAIN: NoDraft(), FILLER: Filler()}
-    for repetition in range(repetitions):
-        for key in runs:
-            shape = key[1] or chain_shape(1)
-            tokens = (verifies + 1) * (shape.depth + 1) + 1  # no text ends before the run does
-            room = target.context - tokens - shape.depth
-            some = [list(texts[(repetition * batch + i) % len(texts)])[-room:] for i in range(batch)]
-            timed = Timed(idle[key[0]] if key[0] in idle else drafters[key[0]], verifies + 1)
-            started = time.perf_counter()
-            with suppress(_EnoughError):
-                decode(
-                    target,
-                    timed,
-                    some,
-                    Decoding(
-                        shape=shape, sampler=sampler(shape), max_new_tokens=tokens, eos_ids=frozenset(), seed=repetition
-                    ),
-                )
-            _note(found[key], timed, timed.first - started)
+    keys: list[Key] = [(name, shape) for name, chosen in shapes.items() for shape in chosen]
+    pairs: dict[Key, list[tuple[Run, Run, float]]] = {key: [] for key in keys}
+    for turn in range(repetitions * len(keys)):
+        name, shape = key = keys[turn % len(keys)]
+        assert shape is not None
+        tokens = (verifies + 1) * (shape.depth + 1) + 1  # no text ends before the run does
+        room = target.context - tokens - shape.depth
+        some = [list(texts[(turn * batch + i) % len(texts)])[-room:] for i in range(batch)]
+        sides: list[tuple[Drafter, Shape]] = [
+            (NoDraft(), chain_shape(1)),
+            (Filler() if name == FILLER else drafters[name], shape),
+        ]
+        plain, own = [
+            timed(
+                target, drafter, some, Decoding(drafted, sampler(drafted), tokens, turn, frozenset()), most=verifies + 1
+            )
+            for drafter, drafted in sides
+        ]
+        pairs[key].append((plain, own, float(np.mean([len(text) for text in some]))))
+    pace = float(np.median([plain.cycle.seconds for runs in pairs.values() for plain, _, _ in runs]))
+    found: dict[Key, Timing] = {(PLAIN, None): Timing()}
+    for key, runs in pairs.items():
+        found[key] = Timing(nodes=float(np.mean([cycle.nodes for _, own, _ in runs for cycle in own.cycles[1:]])))
+        for plain, own, length in runs:
+            scale = pace / plain.cycle.seconds
+            found[PLAIN, None].note(plain, length, scale)
+            found[key].note(own, length, scale)
     return found
-
-
-def _note(timing: Timing, timed: Timed, prefill: float) -> None:
-    cycles = timed.cycles[1:]
-    timing.draft.append(draft := float(np.median([cycle.draft for cycle in cycles])))
-    timing.verify.append(float(np.median([cycle.verify for cycle in cycles])))
-    timing.rest.append(float(np.median([cycle.rest for cycle in cycles])))
-    timing.prefill.append(prefill)
-    timing.first.append(max(0.0, timed.cycles[0].draft - draft))
-    timing.nodes = float(np.mean([cycle.nodes for cycle in cycles]))
 
 
 class Costs(Protocol):
@@ -162,37 +122,58 @@ class Costs(Protocol):
     def plain(self) -> np.ndarray:
         """One step of plain decoding."""
 
-    def verify(self, nodes: int) -> np.ndarray:
+    def verify(self, name: str, nodes: int) -> np.ndarray:
         """The target's forward over `nodes` tokens of each sequence, and what the loop does besides drafting."""
 
     def draft(self, name: str, shape: Shape) -> np.ndarray:
         """One proposal."""
 
-    def start(self, name: str) -> np.ndarray:
-        """Once per text: prefill, of target and draft. PLAIN: of the target alone."""
+    def cycle(self, name: str, shape: Shape) -> np.ndarray:
+        """One proposal of the whole shape and its verify."""
+
+    def start(self, name: str, lengths: np.ndarray) -> np.ndarray:
+        """[N, 1]: once per text, for prompts of so many tokens [N]: prefill of target and draft. PLAIN: of the target alone."""
 
     def table(self) -> list[dict[str, object]]:
         """JSON: what was measured or stated."""
 
 
 class MeasuredCosts:
-    """Costs at one batch size from `measure`. Between measured chain lengths and node counts they are interpolated."""
+    """Costs at one batch size from `measure`. Between measured chain lengths and node counts they are interpolated.
+
+    A draft's verifies are those that were timed with it. One that drafts less than it is asked for has none of so many tokens: its
+    verifies are a `Filler`'s, or else those of all drafts.
+    """
 
     def __init__(self, timings: dict[Key, Timing]) -> None:
         self.timings = timings
-        by_nodes: dict[int, list[np.ndarray]] = {}
-        for (_, shape), timing in timings.items():
-            if shape is None or timing.nodes == shape.nodes + 1:  # the others drafted less than they were asked for
-                by_nodes.setdefault(1 if shape is None else shape.nodes + 1, []).append(
-                    np.array(timing.verify) + np.array(timing.rest)
-                )
-        self._verify = {nodes: np.median(values, axis=0) for nodes, values in sorted(by_nodes.items())}
+        self._plain = float(np.median(timings[PLAIN, None].cycle))
+        one = float(np.median(timings[PLAIN, None].forward))
+        by_nodes: dict[str, dict[int, list[np.ndarray]]] = {}
+        for (name, shape), timing in timings.items():
+            if shape is None or timing.nodes != shape.nodes + 1:
+                continue
+            for whose in (name, PLAIN):
+                by_nodes.setdefault(whose, {}).setdefault(shape.nodes + 1, []).append(timing.forward)
+        self._verify = {
+            name: {1: np.full(1, one)} | {n: np.median(values, axis=0) for n, values in sorted(found.items())}
+            for name, found in by_nodes.items()
+        }
 
     def plain(self) -> np.ndarray:
-        return self.timings[PLAIN, None].cycle
+        return np.full(1, self._plain)
 
-    def verify(self, nodes: int) -> np.ndarray:
-        return _between(self._verify, nodes)
+    def verify(self, name: str, nodes: int) -> np.ndarray:
+        for whose in (name, FILLER):
+            with suppress(KeyError):
+                return _between(self._verify[whose], nodes)
+        return _between(self._verify[PLAIN], nodes)
+
+    def cycle(self, name: str, shape: Shape) -> np.ndarray:
+        timing = self.timings.get((name, shape))
+        if timing is not None and timing.nodes == shape.nodes + 1:
+            return timing.cycle
+        return self.draft(name, shape) + self.verify(name, shape.nodes + 1)
 
     def draft(self, name: str, shape: Shape) -> np.ndarray:
         if (name, shape) in self.timings:
@@ -212,13 +193,15 @@ class MeasuredCosts:
                 return chains[1] + (shape.depth - 1) * level
         raise KeyError(f"{name}, {shape}")
 
-    def start(self, name: str) -> np.ndarray:
-        prefill = np.median([timing.prefill for timing in self.timings.values()], axis=0)
-        firsts = [timing.first for (n, _), timing in self.timings.items() if n == name]
-        return prefill + (np.median(firsts, axis=0) if firsts and name != PLAIN else 0.0)
+    def start(self, name: str, lengths: np.ndarray) -> np.ndarray:
+        """On the line through all of the draft's repetitions: what reads a prompt takes longer for a longer one."""
+        own = [timing for (n, _), timing in self.timings.items() if n == name]
+        seconds, measured = (np.concatenate([getattr(t, part) for t in own]) for part in ("start", "lengths"))
+        line = np.polyfit(measured, seconds, 1 if np.ptp(measured) > 0 else 0)
+        return np.polyval(line, lengths)[:, None]
 
     def table(self) -> list[dict[str, object]]:
-        """JSON: each timing's median in milliseconds and the range of its repetitions."""
+        """JSON: each timing's median in milliseconds, at the common pace, and the range of its repetitions."""
         rows: list[dict[str, object]] = []
         for (name, shape), timing in self.timings.items():
             parts = {
@@ -247,7 +230,7 @@ class GivenCosts:
     def plain(self) -> np.ndarray:
         return np.array([self.stated.target_step_ms / 1000])
 
-    def verify(self, nodes: int) -> np.ndarray:
+    def verify(self, name: str, nodes: int) -> np.ndarray:
         known = {n: np.array([ms]) for n, ms in sorted(self.stated.verify_ms.items())}
         known.setdefault(1, np.array([self.stated.target_step_ms]))
         return (_between(dict(sorted(known.items())), nodes) + self.stated.overhead_ms) / 1000
@@ -255,8 +238,11 @@ class GivenCosts:
     def draft(self, name: str, shape: Shape) -> np.ndarray:
         return np.array([0.0 if name in self._free else shape.depth * self.stated.draft_step_ms / 1000])
 
-    def start(self, name: str) -> np.ndarray:
-        return np.zeros(1)
+    def cycle(self, name: str, shape: Shape) -> np.ndarray:
+        return self.draft(name, shape) + self.verify(name, shape.nodes + 1)
+
+    def start(self, name: str, lengths: np.ndarray) -> np.ndarray:
+        return np.zeros((len(lengths), 1))
 
     def table(self) -> list[dict[str, object]]:
         """JSON: what was stated."""

@@ -46,6 +46,19 @@ def ratio(numerators: np.ndarray, denominators: np.ndarray, seed: int = 0) -> In
     return interval(numerators.sum() / total, samples, total)
 
 
+def paired_ratio(above: np.ndarray, below: np.ndarray, seed: int = 0) -> Interval:
+    """Σ above / Σ below over prompts [N, R] within each of R rounds, the median over these; the interval is bootstrapped over both.
+
+    What disturbs a round disturbs both sides of its ratio.
+    """
+    count, rounds = above.shape
+    weights = resampled(count, seed)
+    drawn = np.random.default_rng(seed).integers(rounds, size=(RESAMPLES, rounds))
+    ratios = (weights @ above) / (weights @ below)
+    samples = np.median(np.take_along_axis(ratios, drawn, axis=1), axis=1)
+    return interval(float(np.median(above.sum(0) / below.sum(0))), samples, count)
+
+
 def _reached(k: int, verify: Verify) -> bool:
     return len(verify.hits) > k
 

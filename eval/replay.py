@@ -42,14 +42,16 @@ NEVER = np.iinfo(np.int32).max  # the rank, or place, of a token that is not pro
 class Trace:
     """One drafter along N texts of at most T new tokens, D tokens ahead. Position t: t new tokens are committed.
 
-    lengths [N]. ranks [N, T, D]: the rank of the text's token t + d with the draft that has run on the d tokens before it; NEVER
-    beyond the text's end and from the first token on that the draft cannot say. accept [N, T, D, S] (temperatures above 0): the
-    probability that this token is accepted as the s-th sampled sibling, given that it is emitted. places: for each (width,
-    confidence temperature) [N, T, D, D], at [k, d] the place of the node of depth d + 1 in the pool of k + 1 levels.
+    lengths [N]; prompts [N]: tokens of each prompt. ranks [N, T, D]: the rank of the text's token t + d with the draft that has
+    run on the d tokens before it; NEVER beyond the text's end and from the first token on that the draft cannot say. accept [N, T,
+    D, S] (temperatures above 0): the probability that this token is accepted as the s-th sampled sibling, given that it is emitted.
+    places: for each (width, confidence temperature) [N, T, D, D], at [k, d] the place of the node of depth d + 1 in the pool of
+    k + 1 levels.
     sizes [N, T]: how many tokens were offered: fewer than D where a drafter found no more. grows: whether it can make trees.
     """
 
     lengths: np.ndarray
+    prompts: np.ndarray
     ranks: np.ndarray
     sizes: np.ndarray
     accept: np.ndarray | None = None
@@ -138,6 +140,7 @@ def record(
     shape3, grows = (count, longest, depth), hasattr(drafter, "vocabulary")  # what `growth.Grower` asks for
     trace = Trace(
         np.array([len(text.tokens) for text in texts]),
+        np.array([len(text.prompt) for text in texts]),
         np.full(shape3, NEVER, dtype=np.int32),
         np.zeros((count, longest), dtype=np.int32),
         np.zeros((*shape3, siblings)) if sampler.temperature > 0 and grows else None,
@@ -381,11 +384,18 @@ def replay(trace: Trace, shape: Shape, sampled: bool = False) -> Replayed:
     return Replayed(visits[:, :longest], trace.lengths, accepted, squares)
 
 
-def rank_profile(trace: Trace, width: int) -> list[list[float]]:
-    """profile[d][r]: how often, after d tokens of the text, the next one had rank r with the draft (see `tree.optimal_shape`)."""
-    profile = []
+def profile(trace: Trace, width: int, sampled: bool = False) -> list[list[float]]:
+    """profile[d][r], r < width: how often, after d tokens of the text, the next one is accepted as a node's child r.
+
+    `tree.optimal_shape` is made from it. Child r is the draft's r-th likeliest token or, sampled, the r-th one drawn from q; their
+    shares fall but for noise, which is taken off.
+    """
+    shares = []
     for d in range(trace.depth):
-        asked = (trace.lengths[:, None] > np.arange(trace.ranks.shape[1]) + d).sum()
-        hits = [int((trace.ranks[:, :, d] == r).sum()) for r in range(width)]
-        profile.append([hit / max(int(asked), 1) for hit in hits])
-    return profile
+        asked = max(int((trace.lengths[:, None] > np.arange(trace.ranks.shape[1]) + d).sum()), 1)
+        if sampled:
+            assert trace.accept is not None
+            shares.append(np.minimum.accumulate(trace.accept[:, :, d, :width].sum((0, 1)) / asked).tolist())
+        else:
+            shares.append([int((trace.ranks[:, :, d] == r).sum()) / asked for r in range(width)])
+    return shares

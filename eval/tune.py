@@ -15,10 +15,11 @@ from draftsmith.errors import UserError
 from draftsmith.eval.costs import FILLER, Costs, GivenCosts, MeasuredCosts, describe, measure
 from draftsmith.eval.decode import Decoded, Decoding, decode
 from draftsmith.eval.drafters import Drafter, MedusaDrafter, NoDraft
-from draftsmith.eval.metrics import ratio
+from draftsmith.eval.metrics import paired_ratio, ratio
 from draftsmith.eval.replay import Trace, record
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
+from draftsmith.eval.timing import ROUNDS, timed
 from draftsmith.eval.tree import Dynamic, Shape, chain_shape
 from draftsmith.eval.tune_predict import Prediction, candidates, pays, rank, runtime_rules
 from draftsmith.eval.tune_settings import TuneSettings
@@ -27,7 +28,6 @@ from draftsmith.models.target import Target
 LOOKUP = "prompt-lookup"
 SIBLINGS = 4  # sampled children of a node at most
 TIMED_NODES = 256  # tokens of one timed forward at most, over the whole batch
-ROUNDS = 2  # of every real decoding; the faster one counts
 DRAWS = 4  # of every prompt's text above temperature 0, where they are compared with a prediction
 SHOWN = 20  # candidates that the document lists
 
@@ -69,6 +69,10 @@ class Tuner:
         """The document (schema 1): workload, costs, ranked settings, the best decoded for real, gates, limits, runtime rules."""
         hottest = self.settings.temperature
         traces = {name: self._record(name, hottest, pools=self._pools) for name in self.drafters}
+        if hottest > 0 and any(trace.places for trace in traces.values()):
+            self._say(
+                "dynamic trees are scored with the draft's likeliest children; with sampled ones they cannot be replayed"
+            )
         costs = self._costs(self.settings.batches[0], self._shapes(traces), hottest > 0)
         ranked = rank(traces, costs, self.settings)
         if not ranked:
@@ -166,13 +170,13 @@ class Tuner:
             [stated] = [entry for entry in self.settings.costs if entry.batch == batch]
             return GivenCosts(stated)
         temperature = (self.settings.temperature or 1.0) if sampled else 0.0
-        if set(shapes) == {LOOKUP}:  # it offers what it finds: sizes in between have to be timed without it
+        if LOOKUP in shapes:  # it offers what it finds: sizes in between have to be timed without it
             shapes = {**shapes, FILLER: _chains(self.settings.K)}
         timings = measure(
             self.target,
             self.drafters,
             shapes,
-            self.prompts,
+            [self.prompts[row] for row in self._in_turn],
             lambda shape: self._sampler(temperature, not isinstance(shape, Dynamic)),
             batch,
             self.settings.repetitions,
@@ -191,6 +195,8 @@ class Tuner:
                     continue
                 shapes = [*_chains(min(self.settings.K, traces[draft].depth)), best.candidate.shape]
                 some = {draft: [shape for shape in dict.fromkeys(shapes) if (shape.nodes + 1) * batch <= TIMED_NODES]}
+                if not some[draft]:
+                    continue
                 costs = self._costs(batch, some, self.settings.temperature > 0, verifies=4)
             found = rank({draft: traces[draft]}, costs, self.settings, whole=False)
             if not found:
@@ -233,20 +239,19 @@ class Tuner:
 
     def _verify(self, predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
         """Decode for real, plain and with each setting in turn, and compare with what was predicted for the very same prompts."""
-        rows, temperature = self._timed_rows(), self.settings.temperature
+        rows, temperature = self._in_turn[: self.settings.timed_prompts], self.settings.temperature
         sides: list[tuple[Drafter, Shape, Sampler]] = [(NoDraft(), chain_shape(1), self._sampler(temperature))]
         for prediction in predictions:
             c = prediction.candidate
             sides.append((self.drafters[c.draft], c.shape, self._sampler(temperature, c.sampled)))
-        seconds = np.full((len(sides), len(rows)), np.inf)
-        verifies, tokens = np.zeros(seconds.shape), np.zeros(seconds.shape)
-        for _ in range(ROUNDS):
+        seconds = np.zeros((len(sides), len(rows), ROUNDS))
+        verifies, tokens = np.zeros(seconds.shape[:2]), np.zeros(seconds.shape[:2])
+        for turn in range(ROUNDS):
             for i, row in enumerate(rows):
                 for side, (drafter, shape, sampler) in enumerate(sides):
-                    started = time.perf_counter()
-                    [result] = self._decode(drafter, [row], shape, sampler)
-                    spent = (time.perf_counter() - started) / len(result.tokens)
-                    seconds[side, i] = min(seconds[side, i], spent)
+                    run = timed(self.target, drafter, [self._known[row]], self._how(shape, sampler), names=[row])
+                    [result] = run.results
+                    seconds[side, i, turn] = run.seconds / len(result.tokens)
                     verifies[side, i] += len(result.trace)
                     tokens[side, i] += len(result.tokens)
         entries = []
@@ -255,25 +260,19 @@ class Tuner:
             if temperature > 0:  # these texts are drawn: more of them, untimed and so in batches
                 compared = list(range(len(self.prompts)))
                 tau = self._decoded_tokens(compared, *sides[side])
-            speed = ratio(seconds[0] * tokens[0], seconds[side] * tokens[0]) | {"count": len(rows)}
+            written = tokens[0][:, None]  # above temperature 0 each side's text has a length of its own
+            speed = paired_ratio(seconds[0] * written, seconds[side] * written)
             entries.append(self._compared(prediction, compared, tau, rows, {} if self.settings.costs else speed))
         return entries
 
     def _decode(
         self, drafter: Drafter, rows: Sequence[int], shape: Shape, sampler: Sampler, turn: int = 0
     ) -> list[Decoded]:
-        return decode(
-            self.target,
-            drafter,
-            [self._known[row] for row in rows],
-            Decoding(
-                shape=shape,
-                sampler=sampler,
-                max_new_tokens=self.evaluation.max_new_tokens,
-                seed=self.evaluation.seed + turn,
-            ),
-            names=rows,
-        )
+        texts = [self._known[row] for row in rows]
+        return decode(self.target, drafter, texts, self._how(shape, sampler, turn), names=rows)
+
+    def _how(self, shape: Shape, sampler: Sampler, turn: int = 0) -> Decoding:
+        return Decoding(shape, sampler, self.evaluation.max_new_tokens, seed=self.evaluation.seed + turn)
 
     def _decoded_tokens(self, rows: Sequence[int], drafter: Drafter, shape: Shape, sampler: Sampler) -> Any:
         """Tokens per verify of each prompt's text, or of several that are drawn."""
@@ -314,11 +313,11 @@ class Tuner:
         self._say(f"decoded {_line(prediction)}: {_checked(entry)}")
         return entry
 
-    def _timed_rows(self) -> list[int]:
-        """Prompts that are decoded for real, the domains in turn."""
+    @property
+    def _in_turn(self) -> list[int]:
+        """The prompts as they are timed: the domains in turn."""
         by_domain = [[i for i, d in enumerate(self.domains) if d == domain] for domain in dict.fromkeys(self.domains)]
-        turns = [rows[i] for i in range(max(map(len, by_domain))) for rows in by_domain if i < len(rows)]
-        return turns[: self.settings.timed_prompts]
+        return [rows[i] for i in range(max(map(len, by_domain))) for rows in by_domain if i < len(rows)]
 
     # The account.
 

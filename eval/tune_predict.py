@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from draftsmith.eval.costs import PLAIN, Costs, describe
-from draftsmith.eval.metrics import RESAMPLES, Interval, ratio
-from draftsmith.eval.replay import Replayed, Trace, rank_profile, replay
-from draftsmith.eval.tree import Dynamic, Shape, chain_shape, optimal_shape
+from draftsmith.eval.metrics import Interval, paired_ratio, ratio
+from draftsmith.eval.replay import Replayed, Trace, profile, replay
+from draftsmith.eval.tree import Dynamic, Shape, Static, chain_shape, optimal_shape
 from draftsmith.eval.tune_settings import TuneSettings
 
 RANKS = 16  # of a static tree's node at most; at a temperature above 0 as many as were sampled
@@ -64,9 +64,9 @@ def candidates(draft: str, trace: Trace, settings: TuneSettings) -> Iterator[Can
         return
     depth = min(settings.depth, trace.depth)
     for sampled in (True, False) if hot else (False,):
-        profile = sampled_profile(trace) if sampled else rank_profile(trace, RANKS)
+        shares = profile(trace, RANKS, sampled)[:depth]
         for budget in settings.budgets:
-            shape = optimal_shape(profile[:depth], budget)
+            shape = optimal_shape(shares, budget)
             if shape.nodes == budget and shape.depth < budget:
                 yield Candidate(draft, shape, sampled)
     for width, sharpness in trace.places:
@@ -79,23 +79,11 @@ def candidates(draft: str, trace: Trace, settings: TuneSettings) -> Iterator[Can
             )
 
 
-def sampled_profile(trace: Trace) -> list[list[float]]:
-    """profile[d][s]: how often, after d tokens of the text, the next one is accepted as sampled sibling s."""
-    assert trace.accept is not None
-    profile = []
-    for d in range(trace.depth):
-        asked = max(int((trace.lengths[:, None] > np.arange(trace.ranks.shape[1]) + d).sum()), 1)
-        shares = (trace.accept[:, :, d].sum((0, 1)) / asked).tolist()
-        profile.append(
-            [min(shares[: s + 1]) for s in range(len(shares))]
-        )  # falling, which drawn siblings are but for noise
-    return profile
-
-
 @dataclass(frozen=True)
 class Prediction:
-    """Of one candidate on N texts. speculative, plain [N, R]: seconds of each text by repetition of the costs; whole: with
-    prefill. tokens_per_verify and speed-ups carry 95 % intervals, bootstrapped over texts (and repetitions)."""
+    """Of one candidate on N texts. speculative, plain [N, R]: seconds of each text's verifies, or plain steps, by repetition of the
+    costs; start, start_plain [N, 1]: of what comes before. tokens_per_verify and speed-ups carry 95 % intervals, bootstrapped over
+    texts (and repetitions)."""
 
     candidate: Candidate
     replayed: Replayed
@@ -113,25 +101,32 @@ class Prediction:
         rows = np.arange(len(self.plain)) if texts is None else np.asarray(texts)
         plain, speculative = self.plain[rows], self.speculative[rows]
         if whole:
-            plain, speculative = plain + self.start_plain, speculative + self.start
-        return time_ratio(plain, speculative)
+            plain, speculative = plain + self.start_plain[rows], speculative + self.start[rows]
+        return paired_ratio(np.broadcast_to(plain, speculative.shape), speculative)
+
+    def point(self, whole: bool) -> float:
+        """The value of `speedup` for all texts, without its interval."""
+        plain, speculative = self.plain.sum(0), self.speculative.sum(0)
+        if whole:
+            plain, speculative = plain + self.start_plain.sum(0), speculative + self.start.sum(0)
+        return float(np.median(plain / speculative))
 
 
 def predict(candidate: Candidate, trace: Trace, costs: Costs) -> Prediction:
     """Raises KeyError where the costs of this candidate are not known."""
     replayed = replay(trace, candidate.shape, candidate.sampled)
-    draft = costs.draft(candidate.draft, candidate.shape)
     if trace.grows:
-        cycle = draft + costs.verify(candidate.shape.nodes + 1)
-        speculative = replayed.verifies[:, None] * cycle
+        speculative = replayed.verifies[:, None] * costs.cycle(candidate.draft, candidate.shape)
     else:  # what was found decides how much is verified
+        draft = costs.draft(candidate.draft, candidate.shape)
         sizes = np.minimum(trace.sizes, candidate.shape.nodes)
         speculative = sum(
-            (replayed.visits * (sizes == size)).sum(1)[:, None] * (draft + costs.verify(int(size) + 1))
+            (replayed.visits * (sizes == size)).sum(1)[:, None] * (draft + costs.verify(candidate.draft, int(size) + 1))
             for size in np.unique(sizes)
         )
     plain = replayed.tokens[:, None] * costs.plain()
-    return Prediction(candidate, replayed, speculative, plain, costs.start(candidate.draft), costs.start(PLAIN))
+    start, start_plain = (costs.start(name, trace.prompts) for name in (candidate.draft, PLAIN))
+    return Prediction(candidate, replayed, speculative, plain, start, start_plain)
 
 
 def rank(traces: Mapping[str, Trace], costs: Costs, settings: TuneSettings, whole: bool = True) -> list[Prediction]:
@@ -143,31 +138,7 @@ def rank(traces: Mapping[str, Trace], costs: Costs, settings: TuneSettings, whol
                 found.append(predict(candidate, trace, costs))
             except KeyError:
                 continue
-    return sorted(found, key=lambda p: (-_point(p, whole), p.candidate.shape.nodes))
-
-
-def _point(prediction: Prediction, whole: bool) -> float:
-    plain, speculative = prediction.plain.sum(0), prediction.speculative.sum(0)
-    if whole:
-        count = len(prediction.plain)
-        plain, speculative = plain + count * prediction.start_plain, speculative + count * prediction.start
-    return float(np.median(plain) / np.median(speculative))
-
-
-def time_ratio(above: np.ndarray, below: np.ndarray, seed: int = 0) -> Interval:
-    """Σ above / Σ below over texts [N, R], the median over repetitions; the interval is bootstrapped over both."""
-    rng = np.random.default_rng(seed)
-    count, repetitions = above.shape
-    weights = rng.multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
-    drawn = rng.integers(repetitions, size=(RESAMPLES, repetitions))
-
-    def resampled(seconds: np.ndarray) -> np.ndarray:
-        return np.median(np.take_along_axis(weights @ seconds, drawn, axis=1), axis=1)
-
-    samples = resampled(above) / resampled(below)
-    low, high = np.percentile(samples, [2.5, 97.5])
-    value = np.median(above.sum(0)) / np.median(below.sum(0))
-    return {"value": float(value), "low": float(low), "high": float(high), "count": count}
+    return sorted(found, key=lambda p: (-p.point(whole), p.candidate.shape.nodes))
 
 
 def pays(interval: Interval) -> bool:

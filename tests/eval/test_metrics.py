@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from draftsmith.eval.decode import Verify
-from draftsmith.eval.metrics import by_position, by_prompt_length, metrics, ratio
-from draftsmith.eval.timing import Speed
+from draftsmith.eval.metrics import by_position, by_prompt_length, metrics, paired_ratio, ratio
 
 
 def step(accepted, K=5, emitted=None):
@@ -88,10 +87,12 @@ def test_the_sums_of_each_prompt_give_every_metric_again():
         assert ratio(sums["survived"][:, k], sums["verifies"]) == found["survival"][k]
 
 
-def test_costs_and_the_predicted_speed_up_are_those_of_the_times_given():
-    """A plain step of 10 ms, a verify of 15 ms, a draft step of 1 ms, K = 5, 3 tokens per verify: 3 / (1.5 + 5 · 0.1)."""
-    speed = Speed([0.011, 0.011], [0.007, 0.007], [0.01, 0.01], [0.015, 0.015], [0.001, 0.001])
-    found = speed.metrics(np.array([30.0, 60.0, 30.0]), np.array([10.0, 20.0, 10.0]), K=5)
-    got = {name: entry["value"] for name, entry in found.items()}
-    assert got == pytest.approx({"speedup": 11 / 7, "draft_cost": 0.1, "verify_cost": 1.5, "speedup_predicted": 1.5})
-    assert {entry["count"] for entry in found.values()} == {2}
+def test_a_paired_ratio_covers_texts_and_rounds_and_not_what_disturbs_both_sides_of_a_round():
+    same = paired_ratio(np.full((4, 3), 2.0), np.full((4, 3), 1.0))
+    assert (same["value"], same["low"], same["high"]) == (2.0, 2.0, 2.0)
+    texts = paired_ratio(np.array([[1.0], [9.0]]), np.array([[2.0], [2.0]]))
+    assert texts["low"] < texts["value"] == 2.5 < texts["high"]
+    rounds = paired_ratio(np.full((2, 3), 2.0), np.array([[1.0, 2.0, 4.0]] * 2))
+    assert rounds["low"] < rounds["value"] == 1.0 < rounds["high"]
+    disturbed = paired_ratio(np.array([[2.0, 20.0]] * 3), np.array([[1.0, 10.0]] * 3))
+    assert (disturbed["value"], disturbed["low"], disturbed["high"]) == (2.0, 2.0, 2.0)

@@ -9,7 +9,7 @@ from kit import TAPS, a_head, near_copy, tiny_target
 
 from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import EagleDrafter, LMDrafter, MedusaDrafter, NoDraft, PromptLookup
-from draftsmith.eval.replay import rank_profile, record, replay, sibling_acceptance, survival
+from draftsmith.eval.replay import profile, record, replay, sibling_acceptance, survival
 from draftsmith.eval.rules import rejection
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import Dynamic, chain_shape, level_shape, optimal_shape
@@ -201,12 +201,21 @@ def test_the_first_sibling_alone_is_the_chains_rule_and_an_equal_draft_is_always
     )
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_oracles_profile_is_the_first_child_at_every_depth_whether_drawn_or_likeliest(temperature):
+    target = tiny_target()
+    plain = run(target, NoDraft(), chain_shape(1), Sampler(temperature), prompts(2))
+    trace = record(target, LMDrafter(target), plain, Sampler(temperature), depth=3, siblings=2)
+    found = profile(trace, 2, sampled=temperature > 0)
+    assert np.array(found) == pytest.approx(np.array([[1.0, 0.0]] * 3), abs=1e-5)
+
+
 def test_the_profile_of_ranks_makes_the_tree_that_is_best_on_the_recorded_texts():
     """Of all trees of 4 nodes from 1 000 random profiles, none emits more on the first verify than the one of the profile."""
     target, drafter = tiny_target(), LMDrafter(near_copy(0.06))
     plain = run(target, NoDraft(), chain_shape(1), Sampler(0.0), prompts(8))
     trace = record(target, drafter, plain, Sampler(0.0), depth=3)
-    best = optimal_shape(rank_profile(trace, 4), 4)
+    best = optimal_shape(profile(trace, 4), 4)
     rng = np.random.default_rng(0)
     others = {optimal_shape(np.sort(rng.random((3, 4)), axis=1)[:, ::-1].tolist(), 4) for _ in range(1000)}
     assert len(others) > 4

@@ -8,11 +8,8 @@ from pydantic import ValidationError
 from draftsmith import speculative_decode
 from draftsmith.errors import UserError
 from draftsmith.eval.acceptance import PlainRuns, evaluate, shape_for
-from draftsmith.eval.decode import Decoding
 from draftsmith.eval.drafters import LMDrafter, PromptLookup
-from draftsmith.eval.profile import rank_profile, spine
 from draftsmith.eval.prompts import Writer
-from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
 from draftsmith.eval.tree import Dynamic, Static, as_shape, chain_shape
 from draftsmith.models.draft import DraftLM
@@ -91,15 +88,8 @@ def test_min_confidence_ends_chains_early_and_changes_no_greedy_token():
     assert unsure[0]["acceptance_rate"]["count"] < measured({})[0]["acceptance_rate"]["count"]
 
 
-def test_the_spine_has_every_rank_below_each_node_of_its_first_branch():
-    assert spine(2, 3).parents == (-1, 0, 0, 0, 1, 1, 1)
-
-
-def test_the_oracles_profile_accepts_the_first_rank_at_every_depth():
+def test_the_best_tree_for_the_oracle_is_a_chain():
     target = tiny_target()
-    how = Decoding(chain_shape(1), Sampler(0.0), 12, eos_ids=frozenset())
-    profile = rank_profile(target, LMDrafter(target), [[7, 8, 9], [20, 21]], how, 3, 2)
-    assert profile == [[1.0, 0.0]] * 3
     settings = EvalSettings(K=3, tree="optimal", tree_nodes=3)
     shape = shape_for(target, LMDrafter(target), [[7, 8, 9]], settings, 0.0, Writer(target))
     assert isinstance(shape, Static)

@@ -5,7 +5,7 @@ import pytest
 from kit import near_copy, tiny_target
 
 from draftsmith.errors import UserError
-from draftsmith.eval.costs import PLAIN, GivenCosts, MeasuredCosts, Timing, describe, measure
+from draftsmith.eval.costs import PLAIN, GivenCosts, MeasuredCosts, Timing, describe
 from draftsmith.eval.decode import Decoding, decode
 from draftsmith.eval.drafters import LMDrafter, NoDraft, PromptLookup
 from draftsmith.eval.replay import Replayed, record
@@ -13,7 +13,7 @@ from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
 from draftsmith.eval.tree import Dynamic, chain_shape, level_shape
 from draftsmith.eval.tune import Tuner, gate_of
-from draftsmith.eval.tune_predict import Candidate, Prediction, candidates, predict, rank, runtime_rules, time_ratio
+from draftsmith.eval.tune_predict import Candidate, Prediction, candidates, predict, rank, runtime_rules
 from draftsmith.eval.tune_settings import StatedCosts, TuneSettings
 
 STATED = StatedCosts(target_step_ms=20, draft_step_ms=1, verify_ms={1: 20, 5: 22, 9: 26}, overhead_ms=0.5)
@@ -69,74 +69,53 @@ def test_a_verify_of_prompt_lookup_costs_what_was_found_for_it():
     decoded = run(target, PromptLookup(), chain_shape(4), Sampler(0.0), texts)
     sizes = [v.drafted for r in decoded for v in r.trace]
     assert len(set(sizes)) > 1
-    spent = sum(float(costs.verify(size + 1)[0]) for size in sizes)
+    spent = sum(float(costs.verify("prompt-lookup", size + 1)[0]) for size in sizes)
     found = predict(Candidate("prompt-lookup", chain_shape(4), False), trace, costs)
     assert found.speculative.sum() == pytest.approx(spent)
 
 
 def test_stated_costs_are_interpolated_and_not_extended():
     costs = GivenCosts(STATED)
-    assert costs.verify(3)[0] == pytest.approx(0.0215)
+    assert costs.verify("d", 3)[0] == pytest.approx(0.0215)
     assert costs.plain()[0] == pytest.approx(0.02)
     with pytest.raises(KeyError):
-        costs.verify(10)
+        costs.verify("d", 10)
     ranked = rank({"d": traced(LMDrafter(near_copy()), pools=[(3, 1.0)])}, costs, TuneSettings(**SMALL))
     assert ranked
     assert max(p.candidate.shape.nodes for p in ranked) == 8
 
 
 def test_measured_costs_come_from_the_timings_by_interpolation_and_by_level():
-    def timing(draft, verify, nodes):
-        return Timing([draft, 3 * draft], [verify, verify], [0.5, 0.5], [7.0, 9.0], [2.0, 2.0], nodes)
+    def timing(draft, verify, nodes, start=9.0, length=10.0):
+        return Timing(
+            [draft, 3 * draft], [verify] * 2, [0.5] * 2, [7.0] * 2, [start, start + 2], [length, length + 10], nodes
+        )
 
     tree = Dynamic(4, 5, 15)
     costs = MeasuredCosts(
         {
-            (PLAIN, None): timing(0.0, 10.0, 1.0),
+            (PLAIN, None): timing(0.0, 10.0, 1.0, start=7.0),
             ("d", chain_shape(1)): timing(1.0, 12.0, 2.0),
             ("d", chain_shape(3)): timing(3.0, 14.0, 4.0),
             ("d", tree): timing(9.0, 20.0, 16.0),
+            ("other", chain_shape(3)): timing(2.0, 24.0, 4.0),
             ("prompt-lookup", chain_shape(3)): timing(0.0, 11.0, 1.7),  # offered less: says nothing of 4 tokens
         }
     )
-    assert costs.plain().tolist() == [10.5, 10.5]
-    assert costs.verify(4).tolist() == [14.5, 14.5]
-    assert costs.verify(10).tolist() == [17.5, 17.5]
+    assert costs.plain().tolist() == [10.5]
+    assert costs.verify("d", 4).tolist() == [14.5, 14.5]
+    assert costs.verify("d", 10).tolist() == [17.5, 17.5]
+    assert costs.verify("other", 4).tolist() == [24.5, 24.5]
+    assert costs.verify("prompt-lookup", 4).tolist() == [19.5, 19.5], "of all drafts, since none was timed without"
     assert costs.draft("d", chain_shape(2)).tolist() == [2.0, 6.0]
     assert costs.draft("d", tree).tolist() == [9.0, 27.0]
+    assert costs.cycle("d", tree).tolist() == [29.5, 47.5]
     assert costs.draft("d", Dynamic(4, 3, 8)).tolist() == [1 + 2 * 2, 3 + 2 * 6]
-    assert costs.start("d").tolist() == [9.0, 11.0]
-    assert costs.start(PLAIN).tolist() == [7.0, 9.0]
+    assert costs.start("d", np.array([10, 15])).ravel() == pytest.approx([9.0, 10.0])
+    assert costs.start(PLAIN, np.array([20])).ravel() == pytest.approx([9.0])
     for unknown in (Dynamic(5, 3, 8), level_shape([2, 2]), chain_shape(4)):
         with pytest.raises(KeyError):
             costs.draft("d", unknown)
-
-
-def test_timing_runs_the_loop_that_it_times_and_tells_its_parts():
-    target, drafter = tiny_target(), LMDrafter(near_copy())
-    shapes = {"d": [chain_shape(2), Dynamic(3, 2, 5)]}
-    found = measure(
-        target, {"d": drafter}, shapes, prompts(), lambda shape: Sampler(0.0), batch=2, repetitions=2, verifies=3
-    )
-    assert list(found) == [(PLAIN, None), ("d", chain_shape(2)), ("d", Dynamic(3, 2, 5))]
-    assert [timing.nodes for timing in found.values()] == [1.0, 3.0, 6.0]
-    for timing in found.values():
-        assert len(timing.cycle) == 2
-        assert (timing.cycle > np.array(timing.verify)).all()
-        assert min(timing.verify + timing.rest + timing.prefill) > 0
-    assert min(found["d", chain_shape(2)].draft) > max(found[PLAIN, None].draft), (
-        "a draft of two tokens takes longer than none"
-    )
-    assert len(MeasuredCosts(found).table()) == 3
-
-
-def test_an_interval_of_times_covers_texts_and_repetitions():
-    same = time_ratio(np.full((4, 3), 2.0), np.full((4, 3), 1.0))
-    assert (same["value"], same["low"], same["high"]) == (2.0, 2.0, 2.0)
-    texts = time_ratio(np.array([[1.0], [9.0]]), np.array([[2.0], [2.0]]))
-    assert texts["low"] < texts["value"] == 2.5 < texts["high"]
-    repetitions = time_ratio(np.full((2, 3), 2.0), np.array([[1.0, 2.0, 4.0]] * 2))
-    assert repetitions["low"] < repetitions["value"] == 1.0 < repetitions["high"]
 
 
 def test_what_is_tried_at_each_temperature():
@@ -161,8 +140,8 @@ def test_the_rules_at_run_time_follow_from_costs_and_scatter():
         replayed,
         verifies[:, None] * np.array([[cycle]]),
         np.array([[120 * plain]]),
-        np.zeros(1),
-        np.zeros(1),
+        np.zeros((1, 1)),
+        np.zeros((1, 1)),
     )
     rules = runtime_rules(found, GivenCosts(STATED), 1.0, 8)
     assert rules["break_even"] == pytest.approx(0.5 / 4)
@@ -190,11 +169,16 @@ def test_the_gate_is_the_last_temperature_of_those_that_pay_from_the_lowest_on()
     assert gate_of(heat(False, True, True)) == -1.0
 
 
-def tuned(costs, drafters=None, **changes):
+def tuned(costs, drafters=None, say=lambda line: None, **changes):
     settings = TuneSettings(**(SMALL | {"costs": costs, "batches": tuple(c.batch for c in costs)} | changes))
     texts = prompts()
     return Tuner(
-        tiny_target(), drafters or {"d": LMDrafter(near_copy())}, {"a": texts[:2], "b": texts[2:]}, settings, EVALUATION
+        tiny_target(),
+        drafters or {"d": LMDrafter(near_copy())},
+        {"a": texts[:2], "b": texts[2:]},
+        settings,
+        EVALUATION,
+        say,
     ).run()
 
 
@@ -228,12 +212,15 @@ def test_where_nothing_pays_the_rules_refuse_everything():
 
 def test_a_sampled_plan_decodes_what_it_predicts_within_its_interval():
     """Twelve tokens of two prompts, twice: a wide bound, which a wrong rule (tokens per verify of 1 or of K + 1) misses."""
+    said: list[str] = []
     document = tuned(
         [StatedCosts(target_step_ms=20, draft_step_ms=1, verify_ms={16: 24})],
+        say=said.append,
         temperature=1.0,
         temperatures=(1.0,),
         verified=1,
     )
+    assert any("dynamic trees" in line for line in said), "what was not scored is named"
     [entry] = document["verified"]
     assert entry["drafting"] == "sampled"
     assert entry["predicted_tokens_per_verify"] == pytest.approx(entry["measured_tokens_per_verify"]["value"], rel=0.4)
