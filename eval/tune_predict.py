@@ -13,7 +13,7 @@ import numpy as np
 from draftsmith.eval.costs import PLAIN, Costs, describe
 from draftsmith.eval.metrics import Interval, paired_ratio, ratio
 from draftsmith.eval.replay import Replayed, Trace, profile, replay
-from draftsmith.eval.tree import Dynamic, Shape, Static, chain_shape, optimal_shape
+from draftsmith.eval.tree import Dynamic, Shape, chain_shape, optimal_shape
 from draftsmith.eval.tune_settings import TuneSettings
 
 RANKS = 16  # of a static tree's node at most; at a temperature above 0 as many as were sampled
