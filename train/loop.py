@@ -139,6 +139,7 @@ class _Trainer:
     def run(self) -> Summary:
         """The whole of it. The checkpoints are gone when it returns: the draft that was kept is the result."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.objective.train()  # models are read in evaluation mode, in which nothing drops out
         for parameter in self.objective.parameters():
             parameter.data = parameter.data.float()  # masters: below 2⁻⁸ of a weight a bf16 step is no step
         self.plan = batch_plan(self.source.lengths, self.settings, self.seed)
