@@ -62,7 +62,7 @@ def figures() -> str:
             lines.append(f"| {name} | {codec} | {size:,} | {size * TOKENS / 1e12:.2f} TB |")
     lines += [
         "",
-        "| target | head | to train it, one rank | per rank of 8, FSDP2 | target's weights |",
+        "| target | head | weights, gradients, moments, one rank | per rank of 8, FSDP2 | target's weights |",
         "|---|---|---|---|---|",
     ]
     for name, (*_, weights, _) in TARGETS.items():
@@ -70,7 +70,7 @@ def figures() -> str:
         lines.append(f"| {name} | {count / 1e6:,.0f} M | {size / 1e9:.1f} GB | {size / 8e9:.2f} GB | {weights} GB |")
     lines += [
         "",
-        "| target | tokens/s of the cache | 100 M tokens | tokens/s of the training | 100 M tokens |",
+        "| target | tokens/s of the cache, computed | 100 M tokens | tokens/s of the training, computed | 100 M tokens |",
         "|---|---|---|---|---|",
     ]
     for name, (*_, used) in TARGETS.items():

@@ -24,6 +24,7 @@ from draftsmith.train.settings import DistillSettings, EagleTrainSettings, Train
 FP32 = 4  # bytes of a number
 LEFT_OUT = (
     "the allocator's slack, threads' work areas, shards of the cache that are mapped (pages the system takes back), "
+    "the target's own pass with cache.online, "
     "the trackers, and on a GPU compiled kernels and autocast's copies of weights"
 )
 
