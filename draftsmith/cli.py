@@ -316,17 +316,21 @@ def plan(
     config: ConfigPath,
     overrides: Overrides = None,
     tokens_per_second: Annotated[
-        float | None, typer.Option(min=1, help="tokens/s of the target; tells how long caching takes")
+        float | None,
+        typer.Option(min=1, help="tokens/s of the target on the machine meant; tells how long caching takes"),
     ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="time one batch of the target for that")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="time one batch of the target here for that, too")] = False,
     train_tokens_per_second: Annotated[
-        float | None, typer.Option(min=1, help="tokens/s of training; by default what an earlier training here reached")
+        float | None,
+        typer.Option(
+            min=1, help="tokens/s of training on the machine meant; shown beside what an earlier training here reached"
+        ),
     ] = None,
 ) -> None:
     """Say what would run and what it needs; run nothing."""
-    from draftsmith.plan import print_plan
+    from draftsmith.plan import Rates, print_plan
 
-    print_plan(_load(config, overrides).config, tokens_per_second, measure, train_tokens_per_second)
+    print_plan(_load(config, overrides).config, Rates(tokens_per_second, train_tokens_per_second, measure))
 
 
 @app.command("show-mask")

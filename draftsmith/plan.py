@@ -2,9 +2,12 @@
 
 import functools
 import json
+import math
+import resource
 import shutil
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,58 +26,109 @@ if TYPE_CHECKING:
     from torch import nn
 
     from draftsmith.models.target import Target
+    from draftsmith.train.memory import Memory
+    from draftsmith.train.settings import EagleTrainSettings, TrainSettings
 
 
-def print_plan(
-    config: Config,
-    tokens_per_second: float | None = None,
-    measure: bool = False,
-    train_tokens_per_second: float | None = None,
-) -> None:
-    """Stages with the reason why each would run, then models and cache. Raises UserError for what cannot work.
+@dataclass(frozen=True)
+class Rates:
+    """Tokens/s as stated for the machine that will do it (None: not stated), of the target at work and of a draft's training;
+    measure: time one batch of the target on this machine. What was measured stands beside what is stated, not in its place."""
 
-    The time of caching is told at the rate `tokens_per_second`, or at that of one batch of the target if `measure`; that of
-    training at `train_tokens_per_second`, or at the rate of the draft's last training in this run folder.
-    """
+    target: float | None = None
+    training: float | None = None
+    measure: bool = False
+
+    def __post_init__(self) -> None:
+        if any(rate is not None and not (math.isfinite(rate) and rate > 0) for rate in (self.target, self.training)):
+            raise UserError("a stated rate must be a number of tokens/s; give one such as 5000")
+
+
+def print_plan(config: Config, rates: Rates = Rates()) -> None:
+    """Stages with the reason why each would run, then models with their memory, and the cache. Raises UserError for what cannot
+    work."""
+    from draftsmith.train.memory import LEFT_OUT
+
     work, folder = Work(config, print), RunFolder(config.run)
     reasons = schedule(stage_units(config, work), folder)
-    table = Table(title=f"plan of {config.run}", title_justify="left", title_style="bold")
-    table.add_column("stage")
-    table.add_column("would")
+    table = _table(f"plan of {config.run}", "stage", "would")
     for key, reason in reasons.items():
         table.add_row(key, f"run ({reason})" if reason else "be skipped: unchanged")
     console = Console()
     console.print(table)
     target = shape_of_target(config, work)
-    console.print(_models(config, target, work, train_tokens_per_second))
-    if measure and tokens_per_second is None:
-        tokens_per_second = _measured_rate(config, work, trained=not reasons["target"])
-    console.print(_cache_line(config, target, not reasons["prepare"], tokens_per_second))
+    trained = drafts(config, target, work)
+    rows = _expected_rows(config) if reasons["prepare"] else _prepared_rows(config)
+    longest = config.data.max_length if rows is None else int(rows[0].max())
+    memory = {name: _memory(config, name, model, target, longest) for name, model in trained.items()}
+    console.print(_models(config, target, trained, memory, rates.training))
+    for name, found in memory.items():
+        console.print(_memory_table(name, found))
+    console.print(f"memory leaves out {LEFT_OUT}")
+    measured = _measured_rate(config, work, trained=not reasons["target"]) if rates.measure else None
+    times = {"stated": rates.target, "measured on one batch here": measured}
+    console.print(_cache_line(config, target, rows, not reasons["prepare"], times))
 
 
-def _models(config: Config, target: "Target", work: Work, rate: float | None) -> Table:
-    """What every model takes: numbers, memory to train it on one rank (FSDP2 divides that by the ranks), and time."""
-    from draftsmith.train.optim import training_bytes
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column)
+    return table
 
-    table = Table(title="models", title_justify="left", title_style="bold")
-    table.add_column("model")
-    for column in ("parameters", "memory to train", "time", "tokens/s"):
+
+def _models(
+    config: Config, target: "Target", trained: dict[str, "nn.Module"], memory: dict[str, "Memory"], stated: float | None
+) -> Table:
+    """What every model takes: numbers, memory to train it on one rank, and time at the rate measured here and at that stated."""
+    table = _table("models", "model")
+    for column in ("parameters", "memory to train", "time as last measured here", "time as stated"):
         table.add_column(column, justify="right")
     table.add_row("target", f"{_count(target.model):,}")
-    tokens = {TRAINED: config.distill.tokens} | {name: head.tokens for name, head in config.eagle.items()}
-    for name, model in drafts(config, target, work).items():
-        speed = rate or _last_rate(config.run / ("draft" if name == TRAINED else f"eagle/{name}") / "training.jsonl")
-        time = (_duration(tokens[name] / speed), f"{speed:,.0f}") if speed else ()
-        table.add_row(name, f"{_count(model):,}", f"{training_bytes(model) / 1e9:,.2f} GB", *time)
+    for name, model in trained.items():
+        measured = _last_rate(config.run / ("draft" if name == TRAINED else f"eagle/{name}") / "training.jsonl")
+        times = [_time(_training(config, name).tokens, rate) for rate in (measured, stated)]
+        table.add_row(name, f"{_count(model):,}", _size(memory[name].total), *times)
+    return table
+
+
+def _time(tokens: int, rate: float | None) -> str:
+    return "" if rate is None else f"{_duration(tokens / rate)} at {rate:,.0f} tokens/s"
+
+
+def _training(config: Config, name: str) -> "TrainSettings":
+    return config.distill if name == TRAINED else config.eagle[name]
+
+
+def _memory(config: Config, name: str, model: "nn.Module", target: "Target", longest: int) -> "Memory":
+    from draftsmith.train.memory import Run, training_memory
+
+    run = Run(model, target, _training(config, name), config.cache, longest, config.target.dtype)
+    return training_memory(run, process=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def _memory_table(name: str, memory: "Memory") -> Table:
+    """Every term with its arithmetic; of the moments that follow each other, the largest is marked and counted."""
+    table = _table(f"memory to train {name} on one rank: {_size(memory.total)}", "when", "what")
+    table.add_column("MB", justify="right")
+    table.add_column("arithmetic")
+    parts = {"always": memory.held} | {
+        f"{at}, the most" if at == memory.largest else at: terms for at, terms in memory.moments.items()
+    }
+    for when, terms in parts.items():
+        for term in terms:
+            table.add_row(when, term.name, f"{term.bytes / 1e6:,.1f}", term.arithmetic, end_section=term is terms[-1])
+            when = ""
     return table
 
 
 def _last_rate(log: Path) -> float | None:
     """Tokens/s at the end of a training that was done here; None where there was none."""
     try:
-        return float(json.loads(log.read_text(encoding="utf-8").splitlines()[-1])["tokens_per_second"])
+        rate = float(json.loads(log.read_text(encoding="utf-8").splitlines()[-1])["tokens_per_second"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
+    return rate if math.isfinite(rate) and rate > 0 else None
 
 
 def shape_of_target(config: Config, work: Work) -> "Target":
@@ -155,6 +209,9 @@ def drafts(config: Config, target: "Target", work: Work) -> dict[str, "nn.Module
             draft = new_draft(target, config.distill, config.seed)
     found: dict[str, nn.Module] = {TRAINED: draft.model}
     for name, settings in config.eagle.items():
+        if settings.start is not None:
+            found[name] = _started(Path(settings.start).expanduser(), target, taps, settings)
+            continue
         size = settings.draft_vocabulary  # how many tokens a share of them takes is known once they are counted
         size = target.vocabulary if size is None or isinstance(size, float) else min(size, target.vocabulary)
         vocabulary = DraftVocabulary(torch.arange(size), target.vocabulary)  # which tokens does not matter here
@@ -164,22 +221,38 @@ def drafts(config: Config, target: "Target", work: Work) -> dict[str, "nn.Module
     return found
 
 
+def _started(folder: Path, target: "Target", taps: tuple[int, ...], settings: "EagleTrainSettings") -> "nn.Module":
+    """The head that a training continues from; it must fuse what the cache will hold."""
+    from draftsmith.models.eagle import EagleHead
+    from draftsmith.train.eagle import started_shape, tap_columns
+
+    head = started_shape(folder, target, settings)
+    if isinstance(head, EagleHead) and head.config.taps:
+        tap_columns(taps, settings.model_copy(update={"taps": head.config.taps}))
+    return head
+
+
 def _count(module: "nn.Module") -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _cache_line(config: Config, target: "Target", prepared: bool, tokens_per_second: float | None) -> str:
+def _cache_line(
+    config: Config,
+    target: "Target",
+    size: tuple["np.ndarray", "np.ndarray"] | None,
+    prepared: bool,
+    rates: dict[str, float | None],
+) -> str:
+    """rates: tokens/s of the target, by where they are from."""
     from draftsmith.data.cache.build import cache_bytes
 
-    size = _expected_rows(config) if not prepared else _prepared_rows(config)
     if size is None:
         return "cache: size unknown; run `draftsmith prepare` first, or cap every domain in data.train_tokens"
     lengths, shared = size
     tokens = int(lengths.sum())
     known = "" if prepared else " at most"
     line = f"cache:{known} {tokens:,} tokens in {len(lengths):,} rows"
-    if tokens_per_second is not None:
-        line += f", {_duration(tokens / tokens_per_second)} at {tokens_per_second:,.0f} tokens/s"
+    line += "".join(f", {_time(tokens, rate)} ({origin})" for origin, rate in rates.items() if rate is not None)
     if config.cache.online:
         return f"{line}; online: computed at every use, nothing on disk"
     shape = {"width": target.width, "vocabulary": target.vocabulary, "blocks": target.blocks}
@@ -199,6 +272,11 @@ def _measured_rate(config: Config, work: Work, trained: bool) -> float:
     if not (trained and Path(work.target_path).is_dir()):
         raise UserError("--measure: the target's weights are not on this machine; give --tokens-per-second instead")
     return measured_rate(work.target, config.cache, min(config.data.max_length, work.target.context))
+
+
+def _size(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 1e6:,.0f} MB" if count < 1e10 else f"{count / 1e9:,.1f} GB"
 
 
 def _duration(seconds: float) -> str:

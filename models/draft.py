@@ -119,9 +119,11 @@ class DraftLM(LanguageModel):
 
     @classmethod
     def shape_of(cls, config: Any, target: Target) -> "DraftLM":
-        """A draft of this `transformers` configuration without weights of its own (on torch's meta device)."""
+        """A draft of this `transformers` configuration as `load` would make it, without weights (on torch's meta device)."""
         with torch.device("meta"):
-            return cls(AutoModelForCausalLM.from_config(config)).of(target)
+            model = AutoModelForCausalLM.from_config(config)
+            model.resize_token_embeddings(target.vocabulary, mean_resizing=False)
+            return cls(model).of(target)
 
     def of(self, target: Target) -> "DraftLM":
         """This draft, told which of its rows are tokens of the target."""

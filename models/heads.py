@@ -57,21 +57,51 @@ def head_kind(folder: Path) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
+def read_config(folder: Path, config_type: type) -> Any:
+    """The configuration of the head in a folder. Raises UserError where it cannot be read or describes no possible head."""
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return config_type(**{key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()})
+    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise UserError(f"{folder}: not a readable head ({error}); make it again or name another folder") from error
+
+
 def load_head(folder: Path, config_type: type, build: Callable[[Any, DraftVocabulary], Head], target: Target) -> Head:
     """Read a head and attach it to its target, on its device and in its dtype. `build` makes it from configuration and vocabulary.
 
     Raises UserError where the files cannot be read, are another target's, describe an impossible head, or lack a tensor.
     """
+    config = read_config(folder, config_type)
     try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config = config_type(**{key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()})
         tensors = load_file(folder / "model.safetensors")
         d2t, _ = tensors.pop("d2t"), tensors.pop("t2d")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise UserError(f"{folder}: not a readable head ({error}); make it again or name another folder") from error
     check_target(config, target, str(folder))
+    head = _built(build, config, DraftVocabulary(d2t + torch.arange(len(d2t)), config.target_vocabulary), folder)
+    _fill(head, tensors, folder, target)
+    return head
+
+
+def head_shape(folder: Path, config_type: type, build: Callable[[Any, DraftVocabulary], Head], target: Target) -> Head:
+    """The head that `load_head` would read, without its weights (on torch's meta device): its configuration alone is read.
+
+    Raises UserError as `load_head` does, but for what the weights tell.
+    """
+    config = read_config(folder, config_type)
+    check_sizes(config, target, str(folder))
+    vocabulary = DraftVocabulary(
+        torch.arange(config.draft_vocabulary), config.target_vocabulary
+    )  # which, does not matter
+    with torch.device("meta"):
+        return _built(build, config, vocabulary, folder)
+
+
+def _built(
+    build: Callable[[Any, DraftVocabulary], Head], config: Any, vocabulary: DraftVocabulary, folder: Path
+) -> Head:
     try:
-        head = build(config, DraftVocabulary(d2t + torch.arange(len(d2t)), config.target_vocabulary))
+        return build(config, vocabulary)
     except (
         StrictDataclassError,
         RuntimeError,
@@ -83,17 +113,20 @@ def load_head(folder: Path, config_type: type, build: Callable[[Any, DraftVocabu
     ) as error:
         reason = first_line(error)
         raise UserError(f"{folder}/config.json: not a possible head ({reason}); restore it") from error
-    _fill(head, tensors, folder, target)
-    return head
 
 
-def check_target(config: HeadConfig, target: Target, name: str) -> None:
-    """Raises UserError for a head that was made for another target, or for one of other sizes."""
+def check_sizes(config: HeadConfig, target: Target, name: str) -> None:
+    """Raises UserError for a head that was made for a target of other sizes."""
     if (config.target_width, config.target_vocabulary) != (target.width, target.vocabulary):
         raise UserError(
             f"{name}: made for a target of width {config.target_width} and {config.target_vocabulary} tokens, "
             f"not {target.width} and {target.vocabulary}"
         )
+
+
+def check_target(config: HeadConfig, target: Target, name: str) -> None:
+    """Raises UserError for a head that was made for another target, or for one of other sizes."""
+    check_sizes(config, target, name)
     if config.target_fingerprint not in ("", target.fingerprint()):
         raise UserError(
             f"{name}: made for target {config.target_fingerprint}, not {target.fingerprint()}; train it again"

@@ -9,9 +9,9 @@ import torch
 from draftsmith.data.cache.online import AnyCache
 from draftsmith.data.rows import Rows
 from draftsmith.errors import UserError
-from draftsmith.models.eagle import EagleHead, new_eagle_head
-from draftsmith.models.heads import head_kind
-from draftsmith.models.medusa import MedusaHeads, new_medusa_heads
+from draftsmith.models.eagle import EagleConfig, EagleHead, new_eagle_head
+from draftsmith.models.heads import head_kind, head_shape, read_config
+from draftsmith.models.medusa import MedusaConfig, MedusaHeads, new_medusa_heads
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
 from draftsmith.train.held_out import HeldOut
@@ -103,20 +103,30 @@ def new_head(
 
 def started_head(folder: Path, target: Target, settings: EagleTrainSettings) -> EagleHead | MedusaHeads:
     """The head in `folder`, to be trained on, with its own vocabulary. Raises UserError where it is of another kind or target."""
+    return (MedusaHeads if started_config(folder, settings).kind == "medusa" else EagleHead).load(folder, target)
+
+
+def started_shape(folder: Path, target: Target, settings: EagleTrainSettings) -> EagleHead | MedusaHeads:
+    """The same head without its weights, from its configuration alone."""
+    if started_config(folder, settings).kind == "medusa":
+        return head_shape(folder, MedusaConfig, MedusaHeads, target)
+    return head_shape(folder, EagleConfig, lambda config, vocabulary: EagleHead(config, vocabulary, target), target)
+
+
+def started_config(folder: Path, settings: EagleTrainSettings) -> EagleConfig | MedusaConfig:
+    """The configuration of the head in `folder`. Raises UserError where it cannot be trained as the settings say."""
     kind = head_kind(folder)
     if kind != settings.kind:
         raise UserError(
             f"eagle start: {folder} holds {kind or 'no head'}, not {settings.kind}; set kind, or another start"
         )
-    if kind != "medusa":
-        head = EagleHead.load(folder, target)
-        if settings.confidence and not head.config.confidence:
-            raise UserError(f"eagle start: {folder} has no confidence output to train; set confidence to 0")
-        return head
-    heads = MedusaHeads.load(folder, target)
-    if heads.config.heads != settings.rollouts:
-        raise UserError(f"eagle start: {folder} has {heads.config.heads} Medusa heads; set rollouts to that")
-    return heads
+    config: EagleConfig | MedusaConfig = read_config(folder, MedusaConfig if kind == "medusa" else EagleConfig)
+    if isinstance(config, MedusaConfig):
+        if config.heads != settings.rollouts:
+            raise UserError(f"eagle start: {folder} has {config.heads} Medusa heads; set rollouts to that")
+    elif settings.confidence and not config.confidence:
+        raise UserError(f"eagle start: {folder} has no confidence output to train; set confidence to 0")
+    return config
 
 
 def tap_columns(taps: Sequence[int], settings: EagleTrainSettings) -> list[int]:

@@ -132,6 +132,7 @@ class _Trainer:
         """The whole of it. The checkpoints are gone when it returns: the draft that was kept is the result."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.checkpoints = Checkpoints(self.folder / CHECKPOINTS)
+        self.objective.train()  # models are read in evaluation mode, in which nothing drops out
         for parameter in self.objective.parameters():
             parameter.data = parameter.data.float()  # masters: below 2⁻⁸ of a weight a bf16 step is no step
         self.plan = batch_plan(self.source.lengths, self.settings, self.seed)
@@ -167,6 +168,7 @@ class _Trainer:
         if place is not None:
             self._resume(*self.checkpoints.read(place))
             return
+        torch.manual_seed(self.seed + self.ranks.index)  # of noise and dropout, whatever this process did before
         measured = [bool(self.objective.trained_slots(batch, 0).any()) for batch in self.held_out.batches]
         if measured and not any(measured):
             raise UserError(f"{self.title}: none of the held-out rows has {self._supervised()}, or raise held_out_rows")

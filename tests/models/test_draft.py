@@ -230,6 +230,8 @@ def test_vocabularies_padded_differently_draft_together_and_padding_is_never_emi
     monkeypatch.setattr("draftsmith.models.draft.check_tokenizer", lambda *_: None)
     draft = DraftLM.load(tmp_path, target)
     assert (draft.vocabulary, draft.usable) == (152, 140)
+    shape = DraftLM.shape_of(draft_model.config, target).model
+    assert {n: p.shape for n, p in shape.named_parameters()} == {n: p.shape for n, p in draft.model.named_parameters()}
     ids = torch.randint(6, 100, (1, 12))
     torch.testing.assert_close(draft.forward(ids).logits[..., :140], draft_model(ids).logits[..., :140])
     for drafter in (LMDrafter(draft), LMDrafter(target)):

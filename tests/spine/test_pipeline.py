@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -226,9 +227,10 @@ def test_tuning_from_stated_costs_leaves_the_choice_as_json_and_as_a_page(
 
 
 def test_the_plan_tells_the_size_of_the_cache_and_the_parameters(
-    config: Path, capsys: pytest.CaptureFixture[str]
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within 5 % of the bytes on disk, and the very parameters that the results count."""
+    monkeypatch.setenv("COLUMNS", "200")
     assert run("plan", config) == 0
     out = capsys.readouterr().out
     assert "be skipped: unchanged" in out
@@ -243,9 +245,29 @@ def test_the_plan_tells_the_size_of_the_cache_and_the_parameters(
     }.items():
         assert f"{results(config)[draft]['draft']['parameters']:,}" in out
         rate = json.loads((folder / log / "training.jsonl").read_text().splitlines()[-1])["tokens_per_second"]
-        assert f" {rate:,.0f} " in out  # what its training here reached
+        assert f" at {rate:,.0f} tokens/s" in out  # what its training here reached
     assert run("plan", config, "--train-tokens-per-second", "10", "distill.tokens=600") == 0
-    assert "60 seconds" in capsys.readouterr().out
+    both = capsys.readouterr().out
+    assert f" at {rate:,.0f} tokens/s" in both  # a stated rate is of another machine and replaces nothing
+    assert "60 seconds at 10 tokens/s" in both
+    assert run("plan", config, "--train-tokens-per-second", "inf") == 2
+    assert "a stated rate must be a number of tokens/s" in capsys.readouterr().err
+
+
+def test_the_plan_of_a_head_that_goes_on_from_another_has_the_shape_of_that_one(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder's vocabulary and sizes, not the target's; and the refusals of the training come before it."""
+    folder = config.parent / "runs" / "exp" / "eagle" / "eagle3"
+    assert run("plan", config, f"eagle.more={{start: {folder}}}") == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if " more " in line and "run (" not in line)
+    assert f" {results(config)['eagle3']['draft']['parameters']:,} " in line
+    for change, said in (("kind: eagle1", "holds eagle3, not eagle1"), ("confidence: 1", "no confidence output")):
+        given = ["cache.last=true", f"eagle.more={{start: {folder}, {change}}}"]
+        assert run("plan", config, *given) == 2
+        assert said in capsys.readouterr().err
+    assert run("plan", config, "cache.taps=[0, 1]", f"eagle.more={{start: {folder}}}") == 2
+    assert "eagle taps: the cache has [0, 1], not 2" in capsys.readouterr().err
 
 
 def test_changed_cache_settings_are_refused_by_name_and_nothing_is_lost(
@@ -305,7 +327,7 @@ def test_both_trainers_run_online_and_nothing_is_written(config: Path, capsys: p
     assert run("cache-repair", config, *online) == 2
     assert "cache.online" in capsys.readouterr().err
     assert run("plan", config, "--tokens-per-second", "10", *online) == 0
-    assert "at 10 tokens/s; online: computed at every use" in " ".join(capsys.readouterr().out.split())
+    assert "at 10 tokens/s (stated); online: computed at every use" in " ".join(capsys.readouterr().out.split())
     assert run("distill", config, *online) == 0
     assert "cache: online" in capsys.readouterr().out
     assert run("train-eagle", config, *online, "eagle.eagle3.tokens=300") == 0
@@ -315,8 +337,9 @@ def test_both_trainers_run_online_and_nothing_is_written(config: Path, capsys: p
 def test_the_plan_tells_the_time_at_a_stated_or_measured_rate_and_refuses_a_short_disk(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run("plan", config, "--measure") == 0
-    assert " tokens/s, " in " ".join(capsys.readouterr().out.split())
+    assert run("plan", config, "--measure", "--tokens-per-second", "10") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"at 10 tokens/s \(stated\), .* tokens/s \(measured on one batch here\), [\d.]+ MB", said)
     assert run("plan", new_config(tmp_path), "--measure") == 2
     assert "--measure: the target's weights are not on this machine" in capsys.readouterr().err
     usage = shutil.disk_usage(config.parent)._replace(free=1000)

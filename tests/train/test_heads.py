@@ -154,6 +154,20 @@ def test_every_kind_trains_is_loaded_by_its_path_and_decodes_exactly(tmp_path, t
     assert [d.tokens for d in drafted] == [p.tokens for p in plain_runs]
 
 
+def test_the_noise_of_a_run_is_its_seeds_whatever_the_process_did_before(tmp_path, target):
+    rows = tiny_rows(tmp_path, [24, 30, 18])
+    build_cache(
+        target, rows, tmp_path / "cache", CacheSettings(distribution="topk", state_codec="fp32", last=True, k=20)
+    )
+    options = EagleTrainSettings(kind="eagle1", rollouts=1, noise=0.3, tokens=128, batch_tokens=64)
+    files = []
+    for name in ("one", "two"):
+        torch.rand(17)
+        train_eagle(target, CacheReader(tmp_path / "cache"), rows, options, tmp_path / name, 3)
+        files.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert files[0] == files[1]
+
+
 def test_training_goes_on_from_a_head_with_its_weights_and_its_mapping(tmp_path):
     """FAULTS 38: another corpus has other frequent tokens, and the mapping stays. 48: over a tied head, exported to each engine."""
     target = tiny_target("tied")

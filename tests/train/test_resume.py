@@ -59,6 +59,7 @@ class Run:
     settings: TrainSettings = SETTINGS
     seed: int = 3
     start: float = 1.0  # times a matrix of the head that training starts from
+    drops: float = 0.0  # share of a layer's numbers that training drops, of a draft that comes in evaluation mode
     on_step: Callable[[int], None] = lambda step: None
     rows: list[list[int]] = field(default_factory=list)
     tracked: list[tuple[int, float]] = field(default_factory=list)
@@ -81,6 +82,9 @@ class Run:
     def train(self) -> Summary:
         objective = EagleObjective(a_head(self.bench.target), 2, 0.8)
         objective.eagle.fc.weight.data *= self.start
+        if self.drops:
+            layer = objective.eagle.first_layer
+            layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Dropout(self.drops)).eval()
 
         def copy() -> dict[str, Tensor]:
             return {name: tensor.clone() for name, tensor in objective.state_dict().items()}
@@ -150,6 +154,17 @@ def test_killed_and_continued_a_run_is_bit_equal_to_one_that_was_left_alone(
     assert again.lines() == whole.lines()
     assert same(again.weights, whole.weights)
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_draft_with_dropout_goes_on_as_it_was_trained(bench: Bench, tmp_path: Path) -> None:
+    """Models are read in evaluation mode: a run that continues must not wait for its first validation to train again."""
+    alone, broken = (Run(bench, tmp_path / name, drops=0.5) for name in ("alone", "broken"))
+    torch.manual_seed(0)
+    alone.train()
+    torch.manual_seed(0)
+    assert in_child(Run(bench, broken.folder, drops=0.5, on_step=kill(signal.SIGKILL, 9)).train) == -signal.SIGKILL
+    broken.train()
+    assert same(broken.weights, alone.weights)
 
 
 def test_killed_twice_and_in_the_middle_of_a_save_a_run_is_bit_equal(
