@@ -20,6 +20,7 @@ from draftsmith.config import Config
 from draftsmith.environment import describe_environment
 from draftsmith.errors import UserError, first_line
 from draftsmith.eval.results import YARDSTICKS
+from draftsmith.eval.settings import checked_folder, is_folder, result_name
 from draftsmith.files import publish_json, publish_text
 from draftsmith.progress import ticker
 from draftsmith.run import Unit, stamp
@@ -88,13 +89,14 @@ def stage_units(config: Config, work: "Work") -> list[Unit]:
     for draft in dict.fromkeys(config.evaluation.drafts):
         inputs = ("target", "prepare", *_trained_by(draft, config))
         evaluate = functools.partial(work.evaluate, draft)
+        name = result_name(draft)
         units.append(
             Unit(
                 "eval-acceptance",
-                draft,
-                {"evaluation": measured, "dtype": config.target.dtype},
+                name,
+                {"evaluation": measured, "dtype": config.target.dtype} | _measured(draft),
                 inputs,
-                (f"eval/{draft}.json",),
+                (f"eval/{name}.json",),
                 evaluate,
             )
         )
@@ -111,6 +113,7 @@ def _tune_unit(config: Config, work: "Work", resolved: dict[str, Any]) -> Unit:
     drafts = served(config)
     inputs = dict.fromkeys(key for draft in drafts for key in _trained_by(draft, config))
     settings = {key: resolved[key] for key in ("tune", "evaluation")} | {"dtype": config.target.dtype}
+    settings |= {f"content of {draft}": mark for draft in drafts for mark in _measured(draft).values()}
     outputs = ("tune.json", "skill-speculative-tuning.md")
     return Unit("tune", "", settings, ("target", "prepare", *inputs), outputs, work.tune)
 
@@ -154,6 +157,11 @@ def _drafts_read(config: Config) -> list[str]:
 def _started(folder: str | None) -> dict[str, Any]:
     """The mark of the head that a training starts from; nothing where there is none."""
     return {} if folder is None else {"content": _stamps(folder)}
+
+
+def _measured(draft: str) -> dict[str, Any]:
+    """The mark of a draft that is given as a folder; nothing for one of the run's own. Raises UserError where it is none."""
+    return {"content": _stamps(str(checked_folder(draft, "evaluation.drafts:")))} if is_folder(draft) else {}
 
 
 def _stamps(*paths: str | None) -> list[str]:
@@ -416,10 +424,11 @@ class Work:
         from draftsmith.evaluate import document, trained_match
 
         settings = self.config.evaluation
+        name = result_name(draft)
         total = len(settings.rounds()) * sum(map(len, self.prompts.values()))
         drafter, about = self._drafter(draft)
         texts = self._texts()
-        with ticker(f"eval-acceptance {draft}", total, "prompts") as progress:
+        with ticker(f"eval-acceptance {name}", total, "prompts") as progress:
             results = evaluate(self.target, drafter, self.prompts, settings, self.plain, progress.advance, texts)
         path = self.config.target.path or "target"
         found = document(self.target, about, path, settings, self.prompts, results)
@@ -428,8 +437,8 @@ class Work:
             trained = trained_match(self.run / "draft" if draft == TRAINED else self.run / "eagle" / draft)
             rows = self.config.eagle.get(draft, self.config.distill).held_out_rows
             held_out = on_texts(self.target, drafter, self._first_held_out(rows))
-        publish_json(self.run / "eval" / f"{draft}.json", found | {"depth_one": depth_one(results, trained, held_out)})
-        self.tracking.results(draft, results)
+        publish_json(self.run / "eval" / f"{name}.json", found | {"depth_one": depth_one(results, trained, held_out)})
+        self.tracking.results(name, results)
 
     def _texts(self) -> list["Row"]:
         """The first held-out rows of every domain that is evaluated, as many as the evaluation wants."""
@@ -451,7 +460,7 @@ class Work:
         from draftsmith.eval.skill import skill_page
         from draftsmith.eval.tune import Tuner
 
-        found = {name: self._drafter(name) for name in served(self.config)}
+        found = {result_name(draft): self._drafter(draft) for draft in served(self.config)}
         drafters = {name: drafter for name, (drafter, _) in found.items()}
         about = {name: about | {"taps": list(drafters[name].taps)} for name, (_, about) in found.items()}
         writer = Writer(self.target, self.config.evaluation.template)
@@ -477,6 +486,13 @@ class Work:
             assert isinstance(drafter, EagleDrafter | MedusaDrafter)
             about = {"kind": drafter.head.config.kind, "path": f"eagle/{draft}"}
             return drafter, about | {"parameters": _parameters(drafter.head)}
+        if is_folder(draft):
+            folder = checked_folder(draft, "evaluation.drafts:")
+            found = as_drafter(folder, self.target)
+            assert isinstance(found, EagleDrafter | MedusaDrafter | LMDrafter)
+            held = found.model.model if isinstance(found, LMDrafter) else found.head
+            kind = "draft-lm" if isinstance(found, LMDrafter) else found.head.config.kind
+            return found, {"kind": kind, "path": str(folder), "parameters": _parameters(held)}
         model = DraftLM.load(self.run / "draft" / draft, self.target)
         return LMDrafter(model), {"kind": "draft-lm", "path": f"draft/{draft}", "parameters": _parameters(model.model)}
 

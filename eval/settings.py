@@ -1,18 +1,45 @@
 """What an evaluation can be told. Kept apart from the code that decodes, so that a config is read and checked without torch."""
 
+import os
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from draftsmith.errors import UserError
 from draftsmith.settings import SEEDS, Settings
 
 MOST_NODES = 4096  # of a tree that anybody would verify
 
 
+def is_folder(draft: str) -> bool:
+    """Whether a draft is given as a folder and not by name: with a slash."""
+    return "/" in draft
+
+
+def result_name(draft: str) -> str:
+    """What a draft's results are called: its name, or its folder's."""
+    return _absolute(draft).name if is_folder(draft) else draft
+
+
+def checked_folder(draft: str, place: str) -> Path:
+    """The folder that a draft is given as, absolute. Raises UserError, with `place` as the field, where there is none."""
+    folder = _absolute(draft)
+    if not os.path.exists(folder / "config.json"):  # noqa: PTH110 - pathlib's raises for a name that is too long
+        raise UserError(
+            f"{place} {draft}: no folder of a draft (it has no config.json); name one such as `import` writes"
+        )
+    return folder
+
+
+def _absolute(draft: str) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(draft)))  # noqa: PTH100, PTH111 - a link keeps its own name
+
+
 class EvalSettings(Settings):
     """What is decoded, and how.
 
-    drafts: names of built-in drafts and of `eagle`; domains: of the held-out rows (null: all that there are); temperatures: each
+    drafts: names of built-in drafts and of `eagle`, and folders (with a slash) of any head or LM for this target; domains: of the held-out rows (null: all that there are); temperatures: each
     is measured by itself, 0 is greedy; K: tokens drafted per verify, and the depth of a tree; tree: chain; static (a fixed shape of
     `tree_nodes` nodes); dynamic (EAGLE-2's, with `tree_width` nodes per level); optimal (the best fixed shape for the acceptance
     measured on a quarter of a domain's prompts); or the parent of each node (the root, -1, first); min_confidence: a chain ends

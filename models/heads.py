@@ -4,10 +4,10 @@ A head holds no weights of its target; it names the target that it was made for.
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -15,12 +15,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from draftsmith.errors import UserError, first_line
+from draftsmith.errors import UserError, first_line, listed
 from draftsmith.files import publish, publish_json
+from draftsmith.models.fields import MOST
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
 
 Head = TypeVar("Head", bound=nn.Module)
+Made = TypeVar("Made")
+#: Types of weights. Any other is of a quantised head, whose numbers mean nothing without their scales.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class HeadConfig(Protocol):
@@ -52,7 +56,7 @@ def head_kind(folder: Path) -> str | None:
     """`kind` of the head in a folder; None where there is no head."""
     try:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("kind")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
     return kind if isinstance(kind, str) else None
 
@@ -64,15 +68,35 @@ def load_head(folder: Path, config_type: type, build: Callable[[Any, DraftVocabu
     """
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config = config_type(**{key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()})
+        values = _typed(raw, config_type, folder)
         tensors = load_file(folder / "model.safetensors")
-        d2t, _ = tensors.pop("d2t"), tensors.pop("t2d")
+        d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, SafetensorError) as error:
-        raise UserError(f"{folder}: not a readable head ({error}); make it again or name another folder") from error
+        reason = f"no {error}" if isinstance(error, KeyError) else first_line(error)
+        raise UserError(f"{folder}: not a readable head ({reason}); make it again or name another folder") from error
+    config = _possible(lambda: config_type(**values), folder)
     check_target(config, target, str(folder))
+    check_weights(tensors, f"{folder}/model.safetensors")
+    vocabulary = _vocabulary(d2t, t2d, config.target_vocabulary, folder)
+    if getattr(config, "layers", config.heads) > len(tensors):  # so many need hours to be made, even without weights
+        raise UserError(f"{folder}/config.json: more layers or heads than model.safetensors has tensors; restore it")
+    with torch.device("meta"):  # the weights say how much memory a head may take, not its configuration
+        hollow = _possible(lambda: build(config, vocabulary), folder)
+    _check_shapes({name: value.shape for name, value in hollow.state_dict().items()}, tensors, folder)
+    head = _possible(lambda: build(config, vocabulary), folder)
+    head.load_state_dict(tensors)
+    head.to(target.device)
+    for parameter in head.parameters():  # weights alone: RoPE's frequencies lose whole turns in half precision
+        parameter.data = parameter.data.to(target.dtype)
+    return head
+
+
+def _possible(make: Callable[[], Made], folder: Path) -> Made:
+    """What `make` returns. Raises UserError naming the folder where the configuration's values are no head's."""
     try:
-        head = build(config, DraftVocabulary(d2t + torch.arange(len(d2t)), config.target_vocabulary))
+        return make()
     except (
+        UserError,
         StrictDataclassError,
         RuntimeError,
         ValueError,
@@ -81,10 +105,58 @@ def load_head(folder: Path, config_type: type, build: Callable[[Any, DraftVocabu
         AttributeError,
         ArithmeticError,
     ) as error:
-        reason = first_line(error)
+        reason = str(error) if isinstance(error, UserError) else first_line(error)
         raise UserError(f"{folder}/config.json: not a possible head ({reason}); restore it") from error
-    _fill(head, tensors, folder, target)
-    return head
+
+
+def _typed(raw: Any, config_type: type, folder: Path) -> dict[str, Any]:
+    """A configuration's values, lists as tuples. Raises UserError naming one that is of another type or missing."""
+    place, hints = f"{folder}/config.json", get_type_hints(config_type)
+    if unknown := sorted(raw.keys() - hints.keys()):
+        raise UserError(f"{place}: not a readable head ({unknown[0]} is no field of this version's); restore the file")
+    for field in fields(config_type):
+        kind, value = hints[field.name], raw.get(field.name, field.default)
+        if kind is int:
+            fits = type(value) is int and 0 <= value <= MOST
+        elif kind is float:
+            fits = type(value) in (int, float) and 0 < value < MOST
+        elif kind in (str, bool):
+            fits = type(value) is kind
+        elif field.name == "taps":
+            fits = isinstance(value, list) and all(type(tap) is int and 0 <= tap <= MOST for tap in value)
+            fits = fits and sorted(set(value)) == value
+        else:
+            fits = isinstance(value, dict)
+        if not fits:
+            said = "missing" if field.name not in raw else f"{str(value)[:60]!r}, which it cannot be"
+            raise UserError(f"{place}: {field.name} is {said}; restore the file, or train the head again")
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
+
+
+def _vocabulary(d2t: Tensor, t2d: Tensor, size: int, folder: Path) -> DraftVocabulary:
+    """The draft vocabulary of a head's maps. Raises UserError for maps that are none, or that contradict each other."""
+    place = f"{folder}/model.safetensors"
+    if d2t.dtype != torch.int64 or d2t.ndim != 1 or bool((d2t.abs() > size).any()):
+        raise UserError(
+            f"{place}: d2t: must be one row of 64-bit offsets within the target's {size} tokens; restore it"
+        )
+    try:
+        vocabulary = DraftVocabulary(d2t + torch.arange(len(d2t)), size)
+    except UserError as error:
+        raise UserError(f"{place}: d2t: {error}; restore it") from error
+    if t2d.shape != vocabulary.t2d.shape or not torch.equal(t2d.bool(), vocabulary.t2d):
+        raise UserError(f"{place}: t2d: is not true exactly at the ids of d2t; restore it")
+    return vocabulary
+
+
+def check_weights(tensors: Mapping[str, Tensor], place: str) -> None:
+    """Raises UserError naming the first tensor whose numbers cannot be weights: quantised ones, NaN, infinity."""
+    for name, value in tensors.items():
+        if value.is_floating_point() and value.dtype not in FLOATS:
+            kind = str(value.dtype).removeprefix("torch.")
+            raise UserError(f"{place}: {name} is stored as {kind}: quantised weights; take the head as it was before")
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise UserError(f"{place}: {name}: holds NaN or infinity; get the weights again")
 
 
 def check_target(config: HeadConfig, target: Target, name: str) -> None:
@@ -92,7 +164,12 @@ def check_target(config: HeadConfig, target: Target, name: str) -> None:
     if (config.target_width, config.target_vocabulary) != (target.width, target.vocabulary):
         raise UserError(
             f"{name}: made for a target of width {config.target_width} and {config.target_vocabulary} tokens, "
-            f"not {target.width} and {target.vocabulary}"
+            f"not {target.width} and {target.vocabulary}; name the target that it was made for"
+        )
+    taps = getattr(config, "taps", ())
+    if taps and max(taps) >= target.blocks:
+        raise UserError(
+            f"{name}: taps {list(taps)} of a target with {target.blocks} blocks (from 0); restore its config.json"
         )
     if config.target_fingerprint not in ("", target.fingerprint()):
         raise UserError(
@@ -100,14 +177,11 @@ def check_target(config: HeadConfig, target: Target, name: str) -> None:
         )
 
 
-def _fill(head: nn.Module, tensors: dict[str, Tensor], folder: Path, target: Target) -> None:
-    """Load weights into a head, on the target's device and in its dtype. Raises UserError naming every misfit."""
-    expected = {name: value.shape for name, value in head.state_dict().items()}
-    found = {name: value.shape for name, value in tensors.items()}
-    if expected != found:
-        wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-        raise UserError(f"{folder}/model.safetensors: missing, extra or of another shape: {', '.join(wrong)}")
-    head.load_state_dict(tensors)
-    head.to(target.device)
-    for parameter in head.parameters():  # weights alone: RoPE's frequencies lose whole turns in half precision
-        parameter.data = parameter.data.to(target.dtype)
+def _check_shapes(expected: Mapping[str, torch.Size], tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Raises UserError naming every tensor that is missing, extra, of another shape or no float."""
+    found = {name: value.shape if value.is_floating_point() else None for name, value in tensors.items()}
+    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name, 0) != found.get(name, 0))
+    if wrong:
+        raise UserError(
+            f"{folder}/model.safetensors: missing, extra, no float or of another shape: {listed(wrong)}; restore it, or config.json"
+        )

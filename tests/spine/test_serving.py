@@ -50,9 +50,12 @@ def test_what_is_not_there_is_one_line(tmp_path, capsys):
     assert command("export", run, "--draft", "mine", "--to", "sglang", "--out", tmp_path / "out") == 0
     assert "was not evaluated" in capsys.readouterr().out
     for arguments, said in (
-        (("export", run, "--draft", "other", "--to", "vllm"), "no trained draft 'other' (there are: mine)"),
+        (
+            ("export", run, "--draft", "other", "--to", "vllm"),
+            "no trained draft 'other'; give one of mine, or a folder",
+        ),
         (("export", run, "--draft", "mine", "--to", "gguf"), "no such format"),
-        (("export", tmp_path / "no", "--draft", "mine", "--to", "vllm"), "no trained draft"),
+        (("export", tmp_path / "no", "--draft", "mine", "--to", "vllm"), "no such run folder"),
         (
             (
                 "import",
@@ -66,7 +69,7 @@ def test_what_is_not_there_is_one_line(tmp_path, capsys):
             ),
             "both",
         ),
-        (("import", tmp_path / "no", "--target", tmp_path / "target", "--out", tmp_path / "x"), "not readable"),
+        (("import", tmp_path / "no", "--target", tmp_path / "target", "--out", tmp_path / "x"), "no such folder"),
     ):
         assert command(*arguments) == 2
         error = capsys.readouterr().err
