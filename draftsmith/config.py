@@ -118,7 +118,8 @@ class Config(Settings):
                 )
             if name not in known and not is_folder(name):
                 raise ValueError(
-                    f"evaluation.drafts: no draft {name!r}{_nearest(name, known)} (there are {', '.join(known)}; a folder has a slash)"
+                    f"evaluation.drafts: no draft {name!r}{_nearest(name, known)} (there are {', '.join(known)}; "
+                    "a folder has a slash)"
                 )
         called = [result_name(name) for name in dict.fromkeys(self.evaluation.drafts)]
         if twice := [name for name in called if called.count(name) > 1]:

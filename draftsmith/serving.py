@@ -10,6 +10,7 @@ import yaml
 
 from draftsmith.errors import UserError
 from draftsmith.eval.settings import checked_folder, is_folder, result_name
+from draftsmith.files import check_folder_place
 
 Say = Callable[[str], None]
 #: Drafts without weights of their own, and what to do instead.
@@ -34,6 +35,7 @@ def export_run(run: Path, draft: str, fmt: str, out: Path | None, say: Say) -> P
     if not results.exists():
         say(f"export: {name} was not evaluated; its README will state no expected tokens per verify")
     place = out if out is not None else run / "export" / fmt / name
+    check_folder_place(place)  # before the target is read
     target = Target.load(target_of(run))
     made = export_draft(folder, target, fmt, place, results=results if results.exists() else None)
     say(f"export: {made}; README.md there says how to start the engine")

@@ -25,7 +25,7 @@ def result_name(draft: str) -> str:
 def checked_folder(draft: str, place: str) -> Path:
     """The folder that a draft is given as, absolute. Raises UserError, with `place` as the field, where there is none."""
     folder = _absolute(draft)
-    if not os.path.exists(folder / "config.json"):  # noqa: PTH110 - pathlib's raises for a name that is too long
+    if not os.path.exists(folder / "config.json"):  # pathlib's raises for a name too long
         raise UserError(
             f"{place} {draft}: no folder of a draft (it has no config.json); name one such as `import` writes"
         )
@@ -33,14 +33,14 @@ def checked_folder(draft: str, place: str) -> Path:
 
 
 def _absolute(draft: str) -> Path:
-    return Path(os.path.abspath(os.path.expanduser(draft)))  # noqa: PTH100, PTH111 - a link keeps its own name
+    return Path(os.path.abspath(os.path.expanduser(draft)))  # a link keeps its own name
 
 
 class EvalSettings(Settings):
     """What is decoded, and how.
 
-    drafts: names of built-in drafts and of `eagle`, and folders (with a slash) of any head or LM for this target; domains: of the held-out rows (null: all that there are); temperatures: each
-    is measured by itself, 0 is greedy; K: tokens drafted per verify, and the depth of a tree; tree: chain; static (a fixed shape of
+    drafts: names of built-in drafts and of `eagle`, and folders (with a slash) of heads or LMs for this target; domains: of the
+    held-out rows (null: all that there are); temperatures: each is measured by itself, 0 is greedy; K: tokens drafted per verify, and the depth of a tree; tree: chain; static (a fixed shape of
     `tree_nodes` nodes); dynamic (EAGLE-2's, with `tree_width` nodes per level); optimal (the best fixed shape for the acceptance
     measured on a quarter of a domain's prompts); or the parent of each node (the root, -1, first); min_confidence: a chain ends
     before a token that the draft expects to be accepted with a lower probability. drafting: at a temperature above 0 the draft's

@@ -4,7 +4,6 @@ A value of another type would be taken for something else without a word ("no" f
 name. Knows JSON and RoPE; knows no files, tensors or kinds of heads.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,10 +69,11 @@ class Fields:
         if key not in self.values and default is not None:
             return default
         value = self.values.get(key)
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST
-        if not fits or not math.isfinite(value) or value < least or (value == least and not equal):
-            raise self.wrong(key, f"a number {'of at least' if equal else 'above'} {least:g}")
-        return value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            enough = value >= least if equal else value > least
+            if enough and value <= MOST:  # NaN is neither
+                return value
+        raise self.wrong(key, f"a number {'of at least' if equal else 'above'} {least:g}")
 
     def flag(self, key: str, default: bool = False) -> bool:
         """true or false; null means absent."""

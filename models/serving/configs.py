@@ -172,7 +172,7 @@ def taps_of(config: Fields, blocks: int, nested_is_output: bool = True) -> tuple
 
 
 def medusa_config(heads: int, target: Target, config: Fields) -> MedusaConfig:
-    """Medusa heads that somebody else trained for this target. Raises UserError for none, and where the sizes are not the target's."""
+    """Medusa heads that somebody else trained for this target. Raises UserError for none, and for sizes that are not its own."""
     for key, wanted in (
         ("hidden_size", target.width),
         ("vocab_size", target.vocabulary),
@@ -194,8 +194,8 @@ def eagle_config(
     fc_bias: bool,
     nested_is_output: bool,
 ) -> EagleConfig:
-    """Our configuration of somebody else's head. inner: the part that describes its transformer. Raises UserError for a field that is
-    missing or of another type, and for what our head cannot compute."""
+    """Our configuration of somebody else's head. inner: the part that describes its transformer. Raises UserError for a field that
+    is missing or of another type, and for what our head cannot compute."""
     heads, width = inner.whole("num_attention_heads"), inner.whole("hidden_size")
     if inner.values.get("hidden_act", "silu") != "silu":
         raise inner.wrong("hidden_act", "silu, which alone our heads compute")

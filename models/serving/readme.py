@@ -17,7 +17,7 @@ from draftsmith.models.serving.layouts import ENGINES
 VLLM = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa", "draft-lm": "draft_model"}
 SGLANG = {"eagle1": "EAGLE", "eagle3": "EAGLE3", "draft-lm": "STANDALONE"}
 DEFAULT_K = 5
-MOVED = "Paths are absolute, of the machine that wrote this folder, so that the lines work in any folder: after a move, write the new."
+MOVED = "Paths are absolute, so that this works in any folder of the machine that wrote it; after a move, write the new ones."
 MARK = "exported by Draftsmith."  # tells a folder that may be written over
 
 
