@@ -3,6 +3,7 @@
 Finds the pieces in the run folder; the formats themselves are `draftsmith.models.serving`'s.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def _no_bars() -> None:
 
 def draft_folder(run: Path, draft: str) -> Path:
     """The folder of a run's trained draft, or the folder that `draft` is. Raises UserError naming those that there are."""
-    if not run.is_dir():
+    if not os.path.isdir(run):  # pathlib's raises for a name too long
         raise UserError(f"{run}: no such run folder; name one that a training wrote, such as runs/demo")
     if draft in UNTRAINED:
         raise UserError(f"--draft {draft}: nothing to export, {UNTRAINED[draft]}")

@@ -40,12 +40,12 @@ class EvalSettings(Settings):
     """What is decoded, and how.
 
     drafts: names of built-in drafts and of `eagle`, and folders (with a slash) of heads or LMs for this target; domains: of the
-    held-out rows (null: all that there are); temperatures: each is measured by itself, 0 is greedy; K: tokens drafted per verify, and the depth of a tree; tree: chain; static (a fixed shape of
-    `tree_nodes` nodes); dynamic (EAGLE-2's, with `tree_width` nodes per level); optimal (the best fixed shape for the acceptance
-    measured on a quarter of a domain's prompts); or the parent of each node (the root, -1, first); min_confidence: a chain ends
-    before a token that the draft expects to be accepted with a lower probability. drafting: at a temperature above 0 the draft's
-    tokens are sampled, or its likeliest ones (greedy), or both are measured; top_k, top_p: cut the distribution that is sampled
-    (null: not).
+    held-out rows (null: all that there are); temperatures: each is measured by itself, 0 is greedy; K: tokens drafted per verify,
+    and the depth of a tree; tree: chain; static (a fixed shape of `tree_nodes` nodes); dynamic (EAGLE-2's, with `tree_width`
+    nodes per level); optimal (the best fixed shape for the acceptance measured on a quarter of a domain's prompts); or the parent
+    of each node (the root, -1, first); min_confidence: a chain ends before a token that the draft expects to be accepted with a
+    lower probability. drafting: at a temperature above 0 the draft's tokens are sampled, or its likeliest ones (greedy), or both
+    are measured; top_k, top_p: cut the distribution that is sampled (null: not).
     questions: a JSONL file of prompts in place of the held-out rows (docs/evaluation.md); template: its conversations go through
     the target's chat template (target), or are joined as plain text (none).
     prompts: per domain; prompt_tokens: how much of a held-out text is given; max_new_tokens: generated for each prompt at most;

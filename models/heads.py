@@ -144,7 +144,7 @@ def _vocabulary(d2t: Tensor, t2d: Tensor, size: int, folder: Path) -> DraftVocab
         vocabulary = DraftVocabulary(d2t + torch.arange(len(d2t)), size)
     except UserError as error:
         raise UserError(f"{place}: d2t: {error}; restore it") from error
-    if t2d.shape != vocabulary.t2d.shape or not torch.equal(t2d.bool(), vocabulary.t2d):
+    if t2d.dtype != torch.bool or not torch.equal(t2d, vocabulary.t2d):
         raise UserError(f"{place}: t2d: is not true exactly at the ids of d2t; restore it")
     return vocabulary
 

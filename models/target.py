@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import xxhash
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -194,6 +194,8 @@ def load_model(name: str, dtype: str = "float32", trust_remote_code: bool = Fals
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         refuse_unsupported(config)  # before the weights are read
+        if place.is_dir() and getattr(config, "num_hidden_layers", 0) > _tensors(place):  # hours, even without weights
+            raise UserError(f"{name}/config.json: num_hidden_layers is more than its weights have; correct it")
         model, found = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
@@ -203,7 +205,16 @@ def load_model(name: str, dtype: str = "float32", trust_remote_code: bool = Fals
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # named below
         )
-    except (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        LookupError,
+        ArithmeticError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+    ) as error:
         raise UserError(
             f"{name}: not a usable model folder or hub name ({first_line(error)}); correct it, or give another"
         ) from error
@@ -224,6 +235,15 @@ def load_model(name: str, dtype: str = "float32", trust_remote_code: bool = Fals
     if left := sorted(key for key in found["unexpected_keys"] if re.search(r"\.(layers|h|blocks)\.\d+\.", f".{key}")):
         raise UserError(f"{name}: its configuration has no place for {left[0]}; mend num_hidden_layers in config.json")
     return model
+
+
+def _tensors(folder: Path) -> int:
+    """How many tensors a folder's safetensors files hold."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as reader:
+            count += len(reader.keys())
+    return count
 
 
 def _relative(ours: Tensor, own: Tensor) -> Tensor:

@@ -147,6 +147,11 @@ def read_rope(inner: Fields) -> dict[str, Any]:
             inner.number(key)
             if new.values.get(key) not in (None, inner.values[key]):
                 raise inner.wrong(key, f"{new.values[key]!r}, as in rope_parameters")
+    if new.values and old.values:
+        said = rope_parameters({"rope_scaling": old.values})
+        for key in sorted((said.keys() & new.values.keys()) - {"rope_theta"}):
+            if said[key] != new.values[key]:
+                raise old.wrong(key, f"{new.values[key]!r}, as in rope_parameters")
     found = rope_parameters({**inner.values, "rope_parameters": new.values or None, "rope_scaling": old.values})
     check_rope(Fields(new.place if new.values else old.place if old.values else inner.place, found))
     return found

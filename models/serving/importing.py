@@ -4,6 +4,7 @@ The tensors are kept bit for bit under our names, with the draft vocabulary's ma
 name rather than left out. The result is a head folder like a trained one: it can be evaluated, trained on, and exported.
 """
 
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -103,7 +104,7 @@ def import_draft(
 
 
 def _read(folder: Path) -> _Given:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # pathlib's raises for a name too long
         raise UserError(f"{folder}: no such folder; name the folder of a published head")
     if head_kind(folder) is not None:
         raise UserError(f"{folder}: is a head of Draftsmith already; use the folder as it is")

@@ -178,21 +178,9 @@ def test_what_cannot_be_exported_or_imported_names_its_folder_and_a_remedy(tmp_p
         assert command(*arguments, "--out", to) == 2
         [line] = capsys.readouterr().err.splitlines()
         assert said in line
-    head = run / "eagle" / "mine" / "config.json"
-    config = json.loads(head.read_text())
-    for change, said in (
-        ({"kv_heads": 3}, "4 heads cannot share 3 heads of keys and values evenly"),
-        ({"head_dim": 7}, "head_dim 7 is odd"),
-        ({"layers": 10**7}, "more layers or heads than"),
-        ({"width": 10**9}, "of another shape"),
-        ({"taps": [0, 1, 99]}, "taps [0, 1, 99] of a target with 4 blocks"),
-        ({"norm_residual": "yes"}, "norm_residual is 'yes'"),
-        ({"context": None}, "context is 'None'"),
-    ):
-        head.write_text(json.dumps(config | change))
-        assert command(*export, "mine", "--out", to) == 2
-        [line] = capsys.readouterr().err.splitlines()
-        assert str(run / "eagle" / "mine") in line
-        assert said in line
-        assert "rope_parameters" not in line, "only the fields that are wrong are named"
+    shutil.copytree(wide, tmp_path / "deep")
+    config = json.loads((wide / "config.json").read_text())
+    (tmp_path / "deep" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**7}))
+    assert command("import", published, "--target", tmp_path / "deep", "--out", to) == 2
+    assert "num_hidden_layers is more than" in capsys.readouterr().err
     assert not to.exists()

@@ -341,6 +341,7 @@ def test_a_value_that_means_nothing_is_refused_by_the_name_of_its_field(tmp_path
         {"rope_parameters": "x"},
         {"rope_parameters": {"rope_type": "garbage"}},
         {"rope_theta": 5e5},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
         {"architectures": "LlamaForCausalLMEagle3"},
         {"architectures": ["Garbage"]},
         {"eagle_config": [1]},
