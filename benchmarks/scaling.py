@@ -68,8 +68,20 @@ def figures() -> str:
         times.append((name, *(cell for rate in rates for cell in (f"{rate:,.0f}", f"{TOKENS / rate / 3600:.2f} h"))))
     tables = (
         table(("target", "codec of states", "bytes per token", "100 M tokens"), sizes),
-        table(("target", "head", "weights, gradients, moments, one rank", "per rank of 8, FSDP2", "target's weights"), memory),
-        table(("target", "tokens/s of the cache, computed", "100 M tokens", "tokens/s of the training, computed", "100 M tokens"), times),
+        table(
+            ("target", "head", "weights, gradients, moments, one rank", "per rank of 8, FSDP2", "target's weights"),
+            memory,
+        ),
+        table(
+            (
+                "target",
+                "tokens/s of the cache, computed",
+                "100 M tokens",
+                "tokens/s of the training, computed",
+                "100 M tokens",
+            ),
+            times,
+        ),
     )
     return "\n\n".join(tables)
 

@@ -21,7 +21,7 @@ from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.corpus import DataSettings
 from draftsmith.data.regenerate import RegenerateSettings
 from draftsmith.errors import UserError
-from draftsmith.eval.settings import EvalSettings
+from draftsmith.eval.settings import EvalSettings, is_folder, result_name
 from draftsmith.eval.tune_settings import TuneSettings
 from draftsmith.settings import SEEDS, Settings
 from draftsmith.train.settings import DistillSettings, EagleTrainSettings, ScratchSettings
@@ -29,6 +29,8 @@ from draftsmith.train.settings import DistillSettings, EagleTrainSettings, Scrat
 #: Drafts that every run has; the names of `eagle` join them.
 BUILT_IN = ("untrained", "distilled", "prompt-lookup", "oracle")
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"  # a folder's name, and no dot, so that overrides can reach below it
+
+FOLDER = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
 class TargetSettings(Settings):
@@ -109,10 +111,21 @@ class Config(Settings):
                 )
         known = (*BUILT_IN, *self.eagle)
         for name in self.evaluation.drafts:
-            if name not in known:
+            if is_folder(name) and ((named := result_name(name)) in known or not re.match(FOLDER, named)):
                 raise ValueError(
-                    f"evaluation.drafts: no draft {name!r}{_nearest(name, known)} (there are {', '.join(known)})"
+                    f"evaluation.drafts: {name}: its results would be called {named!r}, which is another draft's or no name of"
+                    " letters, digits, '.', - and _; rename the folder, or give a link to it"
                 )
+            if name not in known and not is_folder(name):
+                raise ValueError(
+                    f"evaluation.drafts: no draft {name!r}{_nearest(name, known)} (there are {', '.join(known)}; "
+                    "a folder has a slash)"
+                )
+        called = [result_name(name) for name in dict.fromkeys(self.evaluation.drafts)]
+        if twice := [name for name in called if called.count(name) > 1]:
+            raise ValueError(
+                f"evaluation.drafts: two folders are called {twice[0]!r}; rename one, or give a link to it"
+            )
         return self
 
     @property

@@ -15,7 +15,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.compare import compare
 from draftsmith.eval.depth_one import CHECKLIST
 from draftsmith.eval.results import SCHEMA, YARDSTICKS, left_out
-from draftsmith.eval.settings import EvalSettings
+from draftsmith.eval.settings import EvalSettings, result_name
 
 if TYPE_CHECKING:
     from draftsmith.eval.drafters import Drafter
@@ -122,9 +122,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _judged(documents: Mapping[str, Any], gates: Gates) -> list[str]:
-    if unknown := [name for name in gates.drafts if name not in documents]:
+    asked = [result_name(draft) for draft in gates.drafts]
+    if unknown := [name for name in asked if name not in documents]:
         raise UserError(f"--draft {unknown[0]}: not evaluated by this config; there are {', '.join(documents)}")
-    return list(gates.drafts) or [name for name in documents if name not in UNLEARNT] or list(documents)
+    return asked or [name for name in documents if name not in UNLEARNT] or list(documents)
 
 
 def _contradictions(draft: str, found: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from draftsmith.config import Config
 from draftsmith.errors import UserError
+from draftsmith.eval.settings import checked_folder, is_folder, result_name
 from draftsmith.run import Unit, stamp
 from draftsmith.work import TRAINED, Work, served
 
@@ -68,13 +69,14 @@ def stage_units(config: Config, work: Work) -> list[Unit]:
     for draft in dict.fromkeys(config.evaluation.drafts):
         inputs = ("target", "prepare", *_trained_by(draft, config))
         evaluate = functools.partial(work.evaluate, draft)
+        name = result_name(draft)
         units.append(
             Unit(
                 "eval-acceptance",
-                draft,
-                {"evaluation": measured, "dtype": config.target.dtype},
+                name,
+                {"evaluation": measured, "dtype": config.target.dtype} | _measured(draft),
                 inputs,
-                (f"eval/{draft}.json",),
+                (f"eval/{name}.json",),
                 evaluate,
             )
         )
@@ -91,6 +93,7 @@ def _tune_unit(config: Config, work: Work, resolved: dict[str, Any]) -> Unit:
     drafts = served(config)
     inputs = dict.fromkeys(key for draft in drafts for key in _trained_by(draft, config))
     settings = {key: resolved[key] for key in ("tune", "evaluation")} | {"dtype": config.target.dtype}
+    settings |= {f"content of {draft}": mark for draft in drafts for mark in _measured(draft).values()}
     outputs = ("tune.json", "skill-speculative-tuning.md")
     return Unit("tune", "", settings, ("target", "prepare", *inputs), outputs, work.tune)
 
@@ -129,6 +132,11 @@ def _drafts_read(config: Config) -> list[str]:
 def _started(folder: str | None) -> dict[str, Any]:
     """The mark of the head that a training starts from; nothing where there is none."""
     return {} if folder is None else {"content": _stamps(folder)}
+
+
+def _measured(draft: str) -> dict[str, Any]:
+    """The mark of a draft that is given as a folder; nothing for one of the run's own. Raises UserError where it is none."""
+    return {"content": _stamps(str(checked_folder(draft, "evaluation.drafts:")))} if is_folder(draft) else {}
 
 
 def _stamps(*paths: str | None) -> list[str]:

@@ -15,6 +15,7 @@ from draftsmith.config import Config
 from draftsmith.environment import describe_environment
 from draftsmith.errors import UserError, first_line
 from draftsmith.eval.results import YARDSTICKS
+from draftsmith.eval.settings import checked_folder, is_folder, result_name
 from draftsmith.files import publish_json, publish_text
 from draftsmith.progress import ticker
 from draftsmith.summaries import account_lines, notes, rows_table, training_lines
@@ -270,9 +271,10 @@ class Work:
 
         settings = self.config.evaluation
         total = len(settings.rounds()) * sum(map(len, self.prompts.values()))
+        name = result_name(draft)
         drafter, about = self._drafter(draft)
         texts = self._texts()
-        with ticker(f"eval-acceptance {draft}", total, "prompts") as progress:
+        with ticker(f"eval-acceptance {name}", total, "prompts") as progress:
             results = evaluate(self.target, drafter, self.prompts, settings, self.plain, progress.advance, texts)
         path = self.config.target.path or "target"
         found = document(self.target, about, path, settings, self.prompts, results)
@@ -281,8 +283,8 @@ class Work:
             trained = trained_match(self.run / "draft" if draft == TRAINED else self.run / "eagle" / draft)
             rows = self.config.eagle.get(draft, self.config.distill).held_out_rows
             held_out = on_texts(self.target, drafter, self._first_held_out(rows))
-        publish_json(self.run / "eval" / f"{draft}.json", found | {"depth_one": depth_one(results, trained, held_out)})
-        self.tracking.results(draft, results)
+        publish_json(self.run / "eval" / f"{name}.json", found | {"depth_one": depth_one(results, trained, held_out)})
+        self.tracking.results(name, results)
 
     def _texts(self) -> list["Row"]:
         """The first held-out rows of every domain that is evaluated, as many as the evaluation wants."""
@@ -304,7 +306,7 @@ class Work:
         from draftsmith.eval.skill import skill_page
         from draftsmith.eval.tune import Tuner
 
-        found = {name: self._drafter(name) for name in served(self.config)}
+        found = {result_name(draft): self._drafter(draft) for draft in served(self.config)}
         drafters = {name: drafter for name, (drafter, _) in found.items()}
         about = {name: about | {"taps": list(drafters[name].taps)} for name, (_, about) in found.items()}
         writer = Writer(self.target, self.config.evaluation.template)
@@ -330,6 +332,13 @@ class Work:
             assert isinstance(drafter, EagleDrafter | MedusaDrafter)
             about = {"kind": drafter.head.config.kind, "path": f"eagle/{draft}"}
             return drafter, about | {"parameters": _parameters(drafter.head)}
+        if is_folder(draft):
+            folder = checked_folder(draft, "evaluation.drafts:")
+            found = as_drafter(folder, self.target)
+            assert isinstance(found, EagleDrafter | MedusaDrafter | LMDrafter)
+            held = found.model.model if isinstance(found, LMDrafter) else found.head
+            kind = "draft-lm" if isinstance(found, LMDrafter) else found.head.config.kind
+            return found, {"kind": kind, "path": str(folder), "parameters": _parameters(held)}
         model = DraftLM.load(self.run / "draft" / draft, self.target)
         return LMDrafter(model), {"kind": "draft-lm", "path": f"draft/{draft}", "parameters": _parameters(model.model)}
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from draftsmith.errors import UserError
+from draftsmith.eval.settings import result_name
 
 SCHEMA = 1
 MOST_DRAFTED = 10_000  # tokens per verify; a file that says more is no result
@@ -203,7 +204,7 @@ def _evaluated(run: Path) -> list[str]:
         return []
     try:
         resolved = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return list((resolved or {}).get("evaluation", {}).get("drafts", []))
+        return [result_name(draft) for draft in (resolved or {}).get("evaluation", {}).get("drafts", [])]
     except (yaml.YAMLError, OSError, ValueError, AttributeError, TypeError, RecursionError) as problem:
         raise UserError(f"{path}: not readable as a run's settings; run the stage again to make it anew") from problem
 

@@ -1,24 +1,51 @@
 """What an evaluation can be told. Kept apart from the code that decodes, so that a config is read and checked without torch."""
 
+import os
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from draftsmith.errors import UserError
 from draftsmith.settings import SEEDS, Settings
 
 MOST_NODES = 4096  # of a tree that anybody would verify
 
 
+def is_folder(draft: str) -> bool:
+    """Whether a draft is given as a folder and not by name: with a slash."""
+    return "/" in draft
+
+
+def result_name(draft: str) -> str:
+    """What a draft's results are called: its name, or its folder's."""
+    return _absolute(draft).name if is_folder(draft) else draft
+
+
+def checked_folder(draft: str, place: str) -> Path:
+    """The folder that a draft is given as, absolute. Raises UserError, with `place` as the field, where there is none."""
+    folder = _absolute(draft)
+    if not os.path.exists(folder / "config.json"):  # pathlib's raises for a name too long
+        raise UserError(
+            f"{place} {draft}: no folder of a draft (it has no config.json); name one such as `import` writes"
+        )
+    return folder
+
+
+def _absolute(draft: str) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(draft)))  # a link keeps its own name
+
+
 class EvalSettings(Settings):
     """What is decoded, and how.
 
-    drafts: names of built-in drafts and of `eagle`; domains: of the held-out rows (null: all that there are); temperatures: each
-    is measured by itself, 0 is greedy; K: tokens drafted per verify, and the depth of a tree; tree: chain; static (a fixed shape of
-    `tree_nodes` nodes); dynamic (EAGLE-2's, with `tree_width` nodes per level); optimal (the best fixed shape for the acceptance
-    measured on a quarter of a domain's prompts); or the parent of each node (the root, -1, first); min_confidence: a chain ends
-    before a token that the draft expects to be accepted with a lower probability. drafting: at a temperature above 0 the draft's
-    tokens are sampled, or its likeliest ones (greedy), or both are measured; top_k, top_p: cut the distribution that is sampled
-    (null: not).
+    drafts: names of built-in drafts and of `eagle`, and folders (with a slash) of heads or LMs for this target; domains: of the
+    held-out rows (null: all that there are); temperatures: each is measured by itself, 0 is greedy; K: tokens drafted per verify,
+    and the depth of a tree; tree: chain; static (a fixed shape of `tree_nodes` nodes); dynamic (EAGLE-2's, with `tree_width`
+    nodes per level); optimal (the best fixed shape for the acceptance measured on a quarter of a domain's prompts); or the parent
+    of each node (the root, -1, first); min_confidence: a chain ends before a token that the draft expects to be accepted with a
+    lower probability. drafting: at a temperature above 0 the draft's tokens are sampled, or its likeliest ones (greedy), or both
+    are measured; top_k, top_p: cut the distribution that is sampled (null: not).
     questions: a JSONL file of prompts in place of the held-out rows (docs/evaluation.md); template: its conversations go through
     the target's chat template (target), or are joined as plain text (none).
     prompts: per domain; prompt_tokens: how much of a held-out text is given; max_new_tokens: generated for each prompt at most;

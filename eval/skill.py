@@ -166,12 +166,18 @@ def _flags(document: Mapping[str, Any]) -> str:
         kind = document["drafts"][entry["draft"]]["kind"]
         best = f"{entry['draft']}, {entry['tree']}, predicted {_span(entry['speedup_predicted'])}×"
         export = (
-            f" Export first: `draftsmith export RUN --to {engine} --draft {entry['draft']}`."
+            f" Export first: `draftsmith export RUN --to {engine} --draft {_exported(document, entry)}`."
             if kind != "prompt-lookup"
             else ""
         )
         parts.append(f"**{name}** ({best}).{export}\n\n{write(document, entry, kind)}")
     return "\n\n".join(parts)
+
+
+def _exported(document: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
+    """A draft as `export` takes it: its name, or its folder where it lies outside of the run."""
+    path = str(document["drafts"][entry["draft"]].get("path", ""))
+    return shlex.quote(path) if path.startswith("/") else str(entry["draft"])
 
 
 def _folder(engine: str, entry: Mapping[str, Any]) -> str:

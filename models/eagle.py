@@ -14,7 +14,7 @@ into a doubled-width attention input (the paper has one more linear layer there)
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,8 +79,14 @@ class EagleConfig:
     norm_residual: bool = False
 
     def __post_init__(self) -> None:
-        if self.heads % self.kv_heads or self.head_dim % 2 or min(self.width, self.layers, self.intermediate) < 1:
-            raise UserError(f"EAGLE head: impossible shape {asdict(self)}")
+        counts = ("width", "layers", "heads", "kv_heads", "head_dim", "intermediate", "context")
+        wrong = [f"{name} {getattr(self, name)} is below 1" for name in counts if getattr(self, name) < 1]
+        if not wrong and self.heads % self.kv_heads:
+            wrong = [f"{self.heads} heads cannot share {self.kv_heads} heads of keys and values evenly"]
+        if self.head_dim % 2:
+            wrong.append(f"head_dim {self.head_dim} is odd, and RoPE turns pairs")
+        if wrong:
+            raise UserError(f"EAGLE head: impossible shape: {'; '.join(wrong)}")
         if self.kind not in KINDS or self.inputs not in INPUTS:
             raise UserError(f"EAGLE head: kind {self.kind!r} with inputs {self.inputs!r}; there are {KINDS}, {INPUTS}")
         if self.kind == "eagle1":

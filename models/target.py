@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import torch
 import xxhash
-from safetensors import SafetensorError
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -180,6 +181,12 @@ class Target(LanguageModel):
 
 def load_model(name: str, dtype: str = "float32", trust_remote_code: bool = False) -> Any:
     """The `transformers` causal LM at a folder or hub name, from safetensors only. Raises UserError in one line."""
+    place = Path(name).expanduser()
+    local = place.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    if not name or (local and not place.exists()):
+        raise UserError(f"{name or repr(name)}: no such folder; give a model's folder or a hub name")
+    if place.is_file():
+        raise UserError(f"{name}: is a file; give a model's folder or a hub name")
     if Path(name).is_dir() and not any(Path(name).glob("*.safetensors")):
         raise UserError(
             f"{name}: no *.safetensors in this folder; put the model's weights there or name another folder"
@@ -187,6 +194,8 @@ def load_model(name: str, dtype: str = "float32", trust_remote_code: bool = Fals
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         refuse_unsupported(config)  # before the weights are read
+        if place.is_dir() and getattr(config, "num_hidden_layers", 0) > _tensors(place):  # hours, even without weights
+            raise UserError(f"{name}/config.json: num_hidden_layers is more than its weights have; correct it")
         model, found = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
@@ -194,9 +203,29 @@ def load_model(name: str, dtype: str = "float32", trust_remote_code: bool = Fals
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # named below
         )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise UserError(f"{name}: not a usable model folder or hub name ({first_line(error)})") from error
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        LookupError,
+        ArithmeticError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+    ) as error:
+        raise UserError(
+            f"{name}: not a usable model folder or hub name ({first_line(error)}); correct it, or give another"
+        ) from error
+    except StrictDataclassError as error:  # of a field's type; its first line says where in the library
+        reason = " ".join(str(error).split())[-200:]
+        raise UserError(f"{name}/config.json: has an impossible value ({reason}); correct it") from error
+    if wrong := sorted(found["mismatched_keys"]):
+        name_of, stored, expected = wrong[0]
+        raise UserError(
+            f"{name}: {name_of} has shape {tuple(stored)}, config.json says {tuple(expected)}; restore the one that is wrong"
+        )
     # The library would fill missing weights with random numbers and go on.
     if missing := sorted(found["missing_keys"]):
         raise UserError(
@@ -206,6 +235,15 @@ def load_model(name: str, dtype: str = "float32", trust_remote_code: bool = Fals
     if left := sorted(key for key in found["unexpected_keys"] if re.search(r"\.(layers|h|blocks)\.\d+\.", f".{key}")):
         raise UserError(f"{name}: its configuration has no place for {left[0]}; mend num_hidden_layers in config.json")
     return model
+
+
+def _tensors(folder: Path) -> int:
+    """How many tensors a folder's safetensors files hold."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as reader:
+            count += len(reader.keys())
+    return count
 
 
 def _relative(ours: Tensor, own: Tensor) -> Tensor:

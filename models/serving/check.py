@@ -13,25 +13,34 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line, listed
+from draftsmith.models.heads import FLOATS
 from draftsmith.models.serving.layouts import IDS, LAYOUTS, Expected, Layout, expand
 
 WEIGHTS = "model.safetensors"
+STORED = ("F64", "F32", "F16", "BF16", "BOOL", "I64")  # safetensors' names of what an LM that is not quantised holds
+INDEX = "model.safetensors.index.json"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """`config.json` of a folder. Raises UserError where there is none or it is no object."""
+    return _read_object(folder / "config.json", "name the folder of a draft")
+
+
+def _read_object(path: Path, remedy: str) -> dict[str, Any]:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{folder}/config.json: not readable ({error}); name the folder of a draft") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{folder}/config.json: holds no object; name the folder of a draft")
-    return config
+        reason = error.strerror if isinstance(error, OSError) else first_line(error)
+        raise UserError(f"{path}: not readable as JSON in UTF-8 ({reason}); {remedy}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: holds no object; {remedy}")
+    return found
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files. Raises UserError for pickles alone, for none, and for damaged files."""
+    """All tensors of a folder's safetensors files. Raises UserError for pickles alone, for none, for damaged files, for quantised
+    weights, and where an index says that the files are others."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         if pickles := sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]):
@@ -41,16 +50,64 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             )
         raise UserError(f"{folder}: no *.safetensors; name the folder of a draft")
     found: dict[str, Tensor] = {}
+    places: dict[str, str] = {}
     for path in files:
         try:
             with safe_open(path, framework="pt") as reader:
                 tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
         except (OSError, SafetensorError, RuntimeError) as error:
             raise UserError(f"{path}: not readable ({error}); download or export it again") from error
+        for name, value in tensors.items():
+            if value.is_floating_point() and value.dtype not in FLOATS:
+                kind = str(value.dtype).removeprefix("torch.")
+                raise UserError(
+                    f"{path}: {name} is stored as {kind}: quantised weights; take the head as it was before"
+                )
         if twice := sorted(found.keys() & tensors.keys()):
             raise UserError(f"{path}: {twice[0]} is in another file of the folder, too; keep one of them")
         found |= tensors
+        places |= dict.fromkeys(tensors, path.name)
+    _check_index(folder, places)
     return found
+
+
+def check_stored(folder: Path) -> None:
+    """Raises UserError for an LM whose weights are quantised (loaded without their scales, they would be other numbers), or whose
+    index names other files than there are."""
+    places: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as reader:
+                types = {name: reader.get_slice(name).get_dtype() for name in reader.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise UserError(f"{path}: not readable ({first_line(error)}); download or train it again") from error
+        places |= dict.fromkeys(types, path.name)
+        for name, kind in types.items():
+            if kind not in STORED:
+                raise UserError(
+                    f"{path}: {name} is stored as {kind}: quantised weights; take the draft as it was before"
+                )
+    _check_index(folder, places, all_named=False)  # another copy of the weights may lie beside them
+
+
+def _check_index(folder: Path, places: Mapping[str, str], all_named: bool = True) -> None:
+    """Raises UserError where the folder's index, if it has one, names other files or other tensors than there are. places: the file
+    of each tensor; all_named: whether each must be in the index."""
+    path = folder / INDEX
+    if not (path.exists() or path.is_symlink()):
+        return
+    said = _read_object(path, "download it again, or remove it where there is one file of weights").get("weight_map")
+    if not isinstance(said, dict) or not all(isinstance(file, str) for file in said.values()):
+        raise UserError(f"{path}: weight_map is no object of file names; download it again")
+    files = set(places.values())
+    wrong = [f"{file} is not here" for file in sorted(set(said.values()) - files)]
+    if not wrong:
+        wrong = [f"{name} is not in {file}" for name, file in said.items() if places.get(name) != file]
+        wrong += [f"{name} of {file} is not named" for name, file in places.items() if all_named and name not in said]
+    if wrong:
+        raise UserError(
+            f"{path}: {listed(wrong, 3)}; download the whole folder again, or remove an index that is not its own"
+        )
 
 
 def check_folder(folder: Path, fmt: str, kind: str, blocks: int) -> list[str]:

@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.files import publish_files, publish_json, publish_text
+from draftsmith.files import check_folder_place, publish_files, publish_json, publish_text
 from draftsmith.models.draft import DraftLM, padded_to
 from draftsmith.models.eagle import KINDS, EagleHead
-from draftsmith.models.heads import head_kind
+from draftsmith.models.fields import Fields
+from draftsmith.models.heads import check_weights, head_kind
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.serving.check import WEIGHTS, check_folder, read_config
-from draftsmith.models.serving.configs import engine_config, rope_keys
+from draftsmith.models.serving.check import WEIGHTS, check_folder, check_stored, read_config
+from draftsmith.models.serving.configs import absolute, engine_config, rope_keys
 from draftsmith.models.serving.layouts import FORMATS
 from draftsmith.models.serving.names import engine_name
 from draftsmith.models.serving.readme import MARK, About, drafted, read_results, text, trtllm_yaml
@@ -48,6 +49,7 @@ def export_draft(
     source, place = Path(draft_folder), Path(out)
     if fmt not in FORMATS:
         raise UserError(f"--to {fmt}: no such format; there are {', '.join(FORMATS)}")
+    check_folder_place(place)
     if place.exists() and any(place.iterdir()) and not _is_export(place):
         raise UserError(f"{place}: holds something that is no export; give an empty or a new folder")
     model = target if isinstance(target, Target) else Target.load(target)
@@ -80,7 +82,7 @@ def _load(source: Path, target: Target) -> EagleHead | MedusaHeads | DraftLM:
     """The draft in a folder, whatever it is. Raises UserError where it cannot be read."""
     kind = head_kind(source)
     if kind is None:
-        return DraftLM.load(source, target)
+        return _load_lm(source, target)
     if kind == "medusa":
         return MedusaHeads.load(source, target)
     if kind in KINDS:
@@ -88,6 +90,18 @@ def _load(source: Path, target: Target) -> EagleHead | MedusaHeads | DraftLM:
     raise UserError(
         f"{source}/config.json: kind {kind!r} is no head of this version; there are medusa, {', '.join(KINDS)}"
     )
+
+
+def _load_lm(source: Path, target: Target) -> DraftLM:
+    """An ordinary LM, with what its loader takes without a word refused."""
+    if any(source.glob("*.safetensors")):
+        check_stored(source)
+    draft = DraftLM.load(source, target)
+    config = Fields(f"{source}/config.json", read_config(source))
+    for key in ("max_position_embeddings", "n_positions"):
+        config.whole(key, 1)
+    check_weights(draft.model.state_dict(), str(source))
+    return draft
 
 
 def _write_head(
@@ -172,8 +186,8 @@ def _describe(
         name=source.name,
         kind="draft-lm" if isinstance(draft, DraftLM) else draft.config.kind,
         fmt=fmt,
-        folder=str(out),
-        target=target.path or "TARGET",
+        folder=str(out.resolve()),
+        target=absolute(target.path) or "TARGET",
         K=K,
         taps=draft.config.taps if isinstance(draft, EagleHead) else (),
         owned=_owned(draft),

@@ -4,23 +4,25 @@ The tensors are kept bit for bit under our names, with the draft vocabulary's ma
 name rather than left out. The result is a head folder like a trained one: it can be evaluated, trained on, and exported.
 """
 
-from collections.abc import Mapping
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftsmith.errors import UserError, first_line
-from draftsmith.files import publish_files, publish_json
+from draftsmith.errors import UserError, first_line, listed
+from draftsmith.files import check_folder_place, publish_files, publish_json
 from draftsmith.models.eagle import EagleConfig, EagleHead
-from draftsmith.models.heads import head_kind
+from draftsmith.models.fields import Fields
+from draftsmith.models.heads import check_weights, head_kind
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.serving.check import WEIGHTS, check_maps, check_tensors, read_config, read_tensors
-from draftsmith.models.serving.configs import eagle_config, medusa_config
-from draftsmith.models.serving.layouts import Expected
+from draftsmith.models.serving.configs import check_architectures, eagle_config, medusa_config
+from draftsmith.models.serving.layouts import IDS, Expected
 from draftsmith.models.serving.names import our_name, their_name
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
@@ -50,8 +52,8 @@ class _Given:
     """Somebody's folder: its configuration, the part that describes the transformer, tensors by our names, and their names."""
 
     folder: Path
-    config: dict[str, Any]
-    inner: dict[str, Any]
+    config: Fields
+    inner: Fields
     tensors: dict[str, Tensor]
     spelt: dict[str, str]
     notes: list[str]
@@ -71,10 +73,11 @@ def import_draft(
     another target, or beyond our head.
     """
     folder, out = Path(folder), Path(out)
+    check_folder_place(out)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out}: is not empty; give a new folder")
-    target = target if isinstance(target, Target) else Target.load(target)
     given = _read(folder)
+    target = target if isinstance(target, Target) else Target.load(target)
     kind = _kind(given)
     config: Any  # MedusaConfig or EagleConfig
     try:
@@ -85,10 +88,11 @@ def import_draft(
         RuntimeError,
         TypeError,
         ValueError,
+        KeyError,
+        StrictDataclassError,
     ) as error:  # of layers made with values that no layer has
         raise UserError(f"{folder}/config.json: a value is impossible ({first_line(error)}); correct it") from error
-    if broken := [name for name, value in given.tensors.items() if not value.float().isfinite().all()]:
-        raise UserError(f"{folder}: {broken[0]}: holds NaN or infinity; get the weights again")
+    check_weights({given.spelt.get(name, name): value for name, value in given.tensors.items()}, str(folder))
     tensors = given.tensors | {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
 
     def write(partial: Path) -> None:
@@ -100,15 +104,22 @@ def import_draft(
 
 
 def _read(folder: Path) -> _Given:
+    if not os.path.isdir(folder):  # pathlib's raises for a name too long
+        raise UserError(f"{folder}: no such folder; name the folder of a published head")
     if head_kind(folder) is not None:
         raise UserError(f"{folder}: is a head of Draftsmith already; use the folder as it is")
     config = read_config(folder)
     speculators = config.get("speculators_model_type")
     if speculators not in (None, "eagle3"):
-        raise UserError(f"{folder}/config.json: speculators_model_type {speculators!r}; only eagle3 can be imported")
-    inner = config.get("transformer_layer_config") if speculators else config
-    if not isinstance(inner, dict):
-        raise UserError(f"{folder}/config.json: transformer_layer_config is missing; restore it")
+        raise UserError(
+            f"{folder}/config.json: speculators_model_type {str(speculators)[:60]!r}; only eagle3 can be imported"
+        )
+    whole = Fields(f"{folder}/config.json", config)
+    check_architectures(whole)
+    inner = whole.inside("transformer_layer_config") if speculators else whole
+    for fields in (whole, inner):
+        if fields.values.get("quantization_config"):
+            raise fields.wrong("quantization_config", "left out, for quantised heads cannot be imported")
     tensors: dict[str, Tensor] = {}
     spelt: dict[str, str] = {}
     for name, value in read_tensors(folder).items():
@@ -123,14 +134,14 @@ def _read(folder: Path) -> _Given:
         if ours in tensors:
             raise UserError(f"{folder}: {name} and {spelt[ours]} are the same tensor in two spellings; remove one")
         tensors[ours], spelt[ours] = value, name
-    return _Given(folder, config, inner, tensors, spelt, [])
+    return _Given(folder, whole, inner, tensors, spelt, [])
 
 
 def _kind(given: _Given) -> str:
     names = given.tensors
-    if given.config.get("model_type") == "medusa" or any(name.startswith("lm_heads.") for name in names):
+    if given.config.values.get("model_type") == "medusa" or any(name.startswith("lm_heads.") for name in names):
         return "medusa"
-    if given.config.get("speculators_model_type") or "draft_vocab_size" in given.config:
+    if given.config.values.get("speculators_model_type") or "draft_vocab_size" in given.config.values:
         return "eagle3"
     if any(name in names for name in ("layers.0.hidden_norm.weight", "norm.weight", "d2t")) and "fc.weight" in names:
         return "eagle3"
@@ -144,8 +155,12 @@ def _kind(given: _Given) -> str:
 
 def _medusa(given: _Given, target: Target) -> tuple[MedusaConfig, DraftVocabulary]:
     numbered = [name.split(".")[1] for name in given.tensors if name.startswith(("blocks.", "lm_heads."))]
-    heads = 1 + max((int(number) for number in numbered if number.isdigit()), default=-1)
-    config = medusa_config(heads, target)
+    heads = len(set(numbered))
+    if not heads or set(numbered) != set(map(str, range(heads))):
+        raise UserError(
+            f"{given.folder}: heads {listed(sorted(set(numbered))) or 'none'} have weights, not 0 and up; complete it"
+        )
+    config = medusa_config(heads, target, given.config)
     if "token_map" in given.tensors:
         raise UserError(f"{given.folder}: token_map is of Medusa heads with a reduced vocabulary; import those without")
     for i in range(heads):
@@ -163,16 +178,13 @@ def _eagle(given: _Given, target: Target, kind: str, nested_ids: str) -> tuple[E
         del tensors["fc.bias"]
         given.notes.append("fc.bias is zero and was left out")
     vocabulary = _vocabulary(given, target)
+    config = eagle_config(
+        given.config, given.inner, kind, target, vocabulary.size, "fc.bias" in tensors, nested_ids == "output"
+    )
+    if config.layers > len(tensors):  # so many need hours to be made, even without weights
+        raise given.inner.wrong("num_hidden_layers", "the number of layers that have weights")
     _check_shared(given, target, kind, vocabulary)
-    try:
-        config = eagle_config(
-            given.config, given.inner, kind, target, vocabulary.size, "fc.bias" in tensors, nested_ids == "output"
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{given.folder}/config.json: {error!r} stops it from being read; restore that field"
-        ) from error
-    if "rope_theta" not in given.inner and not given.inner.get("rope_parameters"):
+    if "rope_theta" not in given.inner.values and not given.inner.values.get("rope_parameters"):
         given.notes.append("config.json says nothing of RoPE: base 10000 was taken, as engines do")
     if kind == "eagle3" and not _ids_given(given.config):
         given.notes.append(
@@ -181,30 +193,38 @@ def _eagle(given: _Given, target: Target, kind: str, nested_ids: str) -> tuple[E
     return config, vocabulary
 
 
-def _ids_given(config: Mapping[str, Any]) -> bool:
-    key = "eagle_aux_hidden_state_layer_ids"
-    return bool(config.get(key) or (config.get("eagle_config") or {}).get(key))
+def _ids_given(config: Fields) -> bool:
+    return bool(config.ids(IDS) or config.inside("eagle_config").ids(IDS))
 
 
 def _vocabulary(given: _Given, target: Target) -> DraftVocabulary:
     """The head's own mapping, kept as it is; the whole vocabulary where there is none."""
-    stated = given.inner.get("vocab_size")
+    stated = given.inner.whole("vocab_size")
     if stated != target.vocabulary:
-        raise UserError(f"{given.folder}/config.json: vocab_size {stated}, the target has {target.vocabulary} tokens")
+        raise UserError(
+            f"{given.inner.place}: vocab_size {stated}, the target has {target.vocabulary} tokens; name the target that the head"
+            " was trained for"
+        )
     d2t, t2d = given.tensors.pop("d2t", None), given.tensors.pop("t2d", None)
-    size = given.config.get("draft_vocab_size") or target.vocabulary
+    size = given.config.whole("draft_vocab_size", target.vocabulary)
+    for name, value, rows in (("d2t", d2t, size), ("t2d", t2d, target.vocabulary)):
+        if value is not None and tuple(value.shape) != (rows,):
+            raise UserError(f"{given.folder}: {name}: shape {tuple(value.shape)}, not {(rows,)}; get the weights again")
+        if value is not None and (value.is_floating_point() or value.is_complex()):
+            raise UserError(f"{given.folder}: {name}: type {value.dtype}, not whole numbers; get the weights again")
     if d2t is None:
         if size != target.vocabulary:
             raise UserError(
-                f"{given.folder}: d2t: missing, although the head says {size} of {target.vocabulary} tokens"
+                f"{given.folder}: d2t: missing, although the head says {size} of {target.vocabulary} tokens; get the weights again"
+            )
+        if t2d is not None and not bool(t2d.all()):
+            raise UserError(
+                f"{given.folder}: t2d: not true everywhere, although there is no d2t and the head says all {size} tokens; get"
+                " the weights again"
             )
         return DraftVocabulary.all_of(target.vocabulary)
-    if tuple(d2t.shape) != (size,):
-        raise UserError(f"{given.folder}: d2t: shape {tuple(d2t.shape)}, not {(size,)}")
-    if t2d is not None and tuple(t2d.shape) != (target.vocabulary,):
-        raise UserError(f"{given.folder}: t2d: shape {tuple(t2d.shape)}, not {(target.vocabulary,)}")
     if wrong := check_maps(d2t, t2d, target.vocabulary):
-        raise UserError(f"{given.folder}: {wrong[0]}")
+        raise UserError(f"{given.folder}: {wrong[0]}; get the weights again")
     return DraftVocabulary(d2t.long() + torch.arange(len(d2t)), target.vocabulary)
 
 
@@ -244,4 +264,4 @@ def _strict(given: _Given, config: Any, vocabulary: DraftVocabulary, target: Tar
     }
     tensors = {spell[name]: value for name, value in given.tensors.items()}
     if wrong := check_tensors(tensors, {spell[name]: wanted for name, wanted in expected.items()}):
-        raise UserError(f"{given.folder}: {'; '.join(wrong)}")
+        raise UserError(f"{given.folder}: {listed(wrong)}; get the head again, or restore its config.json")

@@ -17,6 +17,7 @@ from draftsmith.models.serving.layouts import ENGINES
 VLLM = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa", "draft-lm": "draft_model"}
 SGLANG = {"eagle1": "EAGLE", "eagle3": "EAGLE3", "draft-lm": "STANDALONE"}
 DEFAULT_K = 5
+MOVED = "Paths are absolute, so that this works in any folder of the machine that wrote it; after a move, write the new ones."
 MARK = "exported by Draftsmith."  # tells a folder that may be written over
 
 
@@ -43,11 +44,26 @@ def read_results(path: Path) -> dict[str, Any]:
     """`eval/<draft>.json` of a run. Raises UserError where it cannot be read."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        return {"results": [dict(entry) for entry in document["results"]]}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        return {"results": [_entry(entry) for entry in document["results"]]}
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path}: not a result of eval-acceptance ({error!r}); evaluate again or leave it out"
         ) from error
+
+
+def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What the README says of one result, each as the type that it must have. Raises ValueError and its like for others."""
+    mean = entry.get("tokens_per_verify") or {}
+    shares = [{"value": float(share["value"])} for share in entry.get("survival") or [] if "value" in share]
+    if (K := int(entry.get("K", DEFAULT_K))) < 1:
+        raise ValueError(f"K is {K}")
+    return {
+        "domain": str(entry["domain"]),
+        "temperature": float(entry["temperature"]),
+        "K": K,
+        "tokens_per_verify": {key: float(mean[key]) for key in ("value", "low", "high")} if "value" in mean else {},
+        "survival": shares,
+    }
 
 
 def drafted(results: Mapping[str, Any] | None) -> int:
@@ -94,6 +110,8 @@ def text(about: About) -> str:
         "```python" if about.fmt == "transformers" else "```bash",
         launch(about),
         "```",
+        "",
+        MOVED,
         "",
         *_remarks(about),
         "## Weights",

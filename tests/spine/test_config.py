@@ -64,6 +64,8 @@ def test_an_unknown_key_names_the_file_the_field_and_the_nearest_valid_key(
             "evaluation: {drafts: [eagel3]}\neagle: {eagle3: {}}",
             "evaluation.drafts: no draft 'eagel3'; did you mean 'eagle3'?",
         ),
+        ("evaluation: {drafts: [x/oracle]}", "evaluation.drafts: x/oracle: its results would be called 'oracle'"),
+        ("evaluation: {drafts: [x/a, y/a]}", "evaluation.drafts: two folders are called 'a'"),
         ("eagle: {oracle: {}}", "eagle.oracle: this name is taken"),
         ("eagle: {a.b: {}}", "eagle.a.b: a draft's name"),
         ("eagle: {mine: {}}\ncache: {taps: none}", "cache.taps: an EAGLE head (eagle.mine) is trained on taps"),

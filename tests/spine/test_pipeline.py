@@ -15,6 +15,7 @@ from kit import WORDS
 from offline import wandb_values
 
 from draftsmith.cli import _load, _run, main
+from draftsmith.evaluate import REPEATABLE
 from draftsmith.run import RunFolder
 from draftsmith.tracked import KEYS, documented
 
@@ -180,6 +181,33 @@ def test_questions_of_a_file_take_the_place_of_held_out_rows_and_known_ones_are_
     (root / "q.jsonl").write_text(json.dumps(lines[0]))
     assert run("eval-acceptance", config, *asked) == 0
     assert len(json.loads((root / "exp" / "eval" / "prompt-lookup.json").read_text())["prompts"]["questions"]) == 1
+
+
+def test_a_head_in_an_imported_folder_is_measured_without_training_and_exported(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run's own head, through an engine's folder and back: acceptance number for number as it was."""
+    root, heads = config.parent / "elsewhere", config.parent / "heads"
+    shutil.copytree(config.parent / "runs", root)
+    folder = root / "exp"
+    assert run("export", folder, "--draft", "eagle3", "--to", "sglang", "--out", heads / "published") == 0
+    assert run("import", heads / "published", "--target", folder / "target", "--out", heads / "theirs-1.0") == 0
+    shutil.rmtree(folder / "eagle")
+    asked = [f"run_root={root}", f"evaluation.drafts=[{heads}/theirs-1.0]"]
+    assert run("eval-acceptance", config, *asked) == 0
+    assert "train-eagle" not in capsys.readouterr().out
+    found = json.loads((folder / "eval" / "theirs-1.0.json").read_text())
+    assert found["draft"]["kind"] == "eagle3"
+    for entry, own in zip(found["results"], results(config)["eagle3"]["results"], strict=True):
+        assert {key: entry.get(key) for key in REPEATABLE} == {key: own.get(key) for key in REPEATABLE}
+    assert run("eval-acceptance", "--again", folder / "eval" / "theirs-1.0.json") == 0
+    assert run("eval-acceptance", config, *asked) == 0
+    assert "eval-acceptance: unchanged, skipped" in capsys.readouterr().out
+    assert run("export", folder, "--draft", heads / "theirs-1.0", "--to", "vllm") == 0
+    assert "tokens per verify" in (folder / "export" / "vllm" / "theirs-1.0" / "README.md").read_text()
+    (heads / "theirs-1.0" / "config.json").unlink()
+    assert run("eval-acceptance", config, *asked) == 2
+    assert f"evaluation.drafts: {heads}/theirs-1.0: no folder of a draft" in capsys.readouterr().err
 
 
 def test_a_second_run_skips_every_stage(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

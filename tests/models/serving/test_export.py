@@ -8,7 +8,7 @@ import torch
 from exports import half_of, saved, trainers_logits
 from kit import tiny_target, tiny_target_folder
 from plain_head import PlainHead
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from draftsmith.errors import UserError
@@ -278,3 +278,67 @@ def test_the_target_is_the_same_before_and_after_a_draft_is_attached_exported_an
     EagleHead.load(tmp_path / "head", target)
     assert all(torch.equal(value, before[name]) for name, value in target.model.state_dict().items())
     assert target.fingerprint() == Target(target.model, target.tokenizer).fingerprint()
+
+
+def test_a_head_whose_own_files_are_damaged_is_refused_in_one_line_that_names_what_is_wrong(tmp_path):
+    target, folder = tiny_target(), tmp_path / "head"
+    saved(folder, target, half_of(target))
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+    def refusal() -> str:
+        with pytest.raises(UserError) as caught:
+            export_draft(folder, target, "vllm", tmp_path / "out")
+        said = str(caught.value)
+        assert str(folder) in said
+        assert "\n" not in said
+        assert "rope_parameters" not in said, "only what is wrong is named"
+        return said
+
+    for change, said in (
+        ({"kv_heads": 3}, "4 heads cannot share 3 heads of keys and values evenly"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"layers": 10**7}, "more layers or heads than"),
+        ({"width": 10**9}, "of another shape"),
+        ({"taps": [0, 1, 99]}, "taps [0, 1, 99] of a target with 4 blocks"),
+        ({"taps": [1, 1, 2]}, "taps is"),
+        ({"draft_vocabulary": 9}, "draft vocabulary does not fit"),
+        ({"norm_residual": "yes"}, "norm_residual is 'yes'"),
+        ({"context": None}, "context is 'None'"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | change))
+        assert said in refusal()
+    (folder / "config.json").write_text(json.dumps(config))
+    for change, said in (
+        ({"fc.weight": tensors["fc.weight"].to(torch.float8_e4m3fn)}, "fc.weight is stored as float8_e4m3fn"),
+        ({"fc.weight": tensors["fc.weight"] * float("nan")}, "NaN"),
+        ({"fc.weight": tensors["fc.weight"].to(torch.int8)}, "no float"),
+        ({"t2d": ~tensors["t2d"]}, "t2d"),
+        ({"d2t": tensors["d2t"].float()}, "d2t"),
+        ({"d2t": tensors["d2t"] + 2**62}, "d2t"),
+    ):
+        save_file(tensors | change, folder / "model.safetensors")
+        assert said in refusal()
+    (folder / "config.json").write_bytes(b'{"a":' * 100_000)
+    assert "not a usable model folder" in refusal()
+
+
+def test_a_draft_lm_that_its_loader_would_take_without_a_word_is_refused(tmp_path):
+    target = Target.load(tiny_target_folder(tmp_path))
+    folder = tmp_path / "lm"
+    DraftLM.from_scratch(target, "half", 0).save(folder, target)
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    name, index = "model.norm.weight", folder / "model.safetensors.index.json"
+    for change, values, shards, said in (
+        ({name: tensors[name].to(torch.float8_e5m2)}, {}, None, f"{name} is stored as F8_E5M2"),
+        ({name: tensors[name] * float("inf")}, {}, None, f"{name}: holds NaN or infinity"),
+        ({}, {"max_position_embeddings": -1}, None, "max_position_embeddings is -1"),
+        ({}, {}, {name: "model-00001-of-00002.safetensors"}, "model-00001-of-00002.safetensors is not here"),
+    ):
+        save_file(tensors | change, folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config | values))
+        if shards:
+            index.write_text(json.dumps({"weight_map": shards}))
+        with pytest.raises(UserError, match=re.escape(said)):
+            export_draft(folder, target, "vllm", tmp_path / "out")
+    index.unlink()
+    assert export_draft(folder, target, "vllm", tmp_path / "out").is_dir()

@@ -309,3 +309,114 @@ def test_nan_weights_and_a_two_dimensional_d2t_are_refused(tmp_path):
         save_file(tensors | {name: value.contiguous()}, folder / "model.safetensors")
         with pytest.raises(UserError, match=message):
             import_draft(folder, target, tmp_path / "back")
+
+
+def refusal(folder: Path, target, out: Path) -> str:
+    """What an import says when it refuses: one line that names the folder."""
+    with pytest.raises(UserError) as caught:
+        import_draft(folder, target, out)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert said.startswith(f"{folder}"), said
+    assert not out.exists()
+    return said
+
+
+def test_a_value_that_means_nothing_is_refused_by_the_name_of_its_field(tmp_path):
+    """Not taken for true, for a default or for something that a library makes of it."""
+    target = tiny_target()
+    saved(tmp_path / "head", target)
+    folder = export_draft(tmp_path / "head", target, "vllm", tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    for change in (
+        {"max_position_embeddings": "big"},
+        {"rms_norm_eps": None},
+        {"rms_norm_eps": "1e-6"},
+        {"norm_before_residual": "yes"},
+        {"fc_norm": []},
+        {"norm_output": 0},
+        {"num_hidden_layers": True},
+        {"num_hidden_layers": 10**6},
+        {"num_key_value_heads": 10**30},
+        {"rope_parameters": "x"},
+        {"rope_parameters": {"rope_type": "garbage"}},
+        {"rope_theta": 5e5},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {"architectures": "LlamaForCausalLMEagle3"},
+        {"architectures": ["Garbage"]},
+        {"eagle_config": [1]},
+        {"eagle_aux_hidden_state_layer_ids": ["1"]},
+        {"num_aux_hidden_states": 2},
+        {"draft_vocab_size": "x"},
+        {"quantization_config": {"quant_method": "fp8"}},
+    ):
+        (folder / "config.json").write_text(json.dumps(config | change))
+        assert next(iter(change)) in refusal(folder, target, tmp_path / "x")
+    for content in (b'{"a":' * 100_000, b"[]", b"\xef\xbb\xbf{}", '{"a": 1}'.encode("utf-16")):
+        (folder / "config.json").write_bytes(content)
+        assert "config.json" in refusal(folder, target, tmp_path / "x")
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+    assert "not readable" in refusal(folder, target, tmp_path / "x")
+
+
+def test_weights_that_are_not_what_they_seem_are_refused(tmp_path):
+    target = tiny_target()
+    saved(tmp_path / "head", target, half_of(target))
+    folder = export_draft(tmp_path / "head", target, "vllm", tmp_path / "out")
+    weights, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    tensors = load_file(weights)
+    for change, said in (
+        ({"fc.weight": tensors["fc.weight"].to(torch.float8_e4m3fn)}, "fc.weight is stored as float8_e4m3fn"),
+        ({"d2t": tensors["d2t"].float()}, "d2t: type"),
+        ({"bad\nname\x1b[31m": torch.ones(2)}, r"bad\nname\x1b[31m: not of this layout"),
+        ({f"{i}" * 200: torch.ones(2) for i in range(30)}, "22 more"),
+    ):
+        save_file(tensors | change, weights)
+        assert said in (text := refusal(folder, target, tmp_path / "x"))
+        assert len(text) < 3000
+    save_file(
+        {name: value for name, value in tensors.items() if name != "d2t"} | {"t2d": tensors["t2d"] & False}, weights
+    )
+    whole = config | {"draft_vocab_size": target.vocabulary}
+    (folder / "config.json").write_text(json.dumps(whole))
+    assert "t2d: not true everywhere" in refusal(folder, target, tmp_path / "x")
+
+
+def test_an_index_says_which_files_there_must_be(tmp_path):
+    target = tiny_target()
+    saved(tmp_path / "head", target)
+    folder = export_draft(tmp_path / "head", target, "vllm", tmp_path / "out")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = {name: f"model-0000{1 + (name > 'midlayer.n')}-of-00002.safetensors" for name in tensors}
+    for file in set(names.values()):
+        save_file({name: tensors[name] for name in names if names[name] == file}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    for said, problem in (
+        ([1], "holds no object"),
+        ({"weight_map": {"fc.weight": 1}}, "no object of file names"),
+        (
+            {"weight_map": names | {"fc.weight": "model-00003-of-00003.safetensors"}},
+            "model-00003-of-00003.safetensors is not",
+        ),
+        ({"weight_map": names | {"fc.weight": names["norm.weight"]}}, "fc.weight is not in"),
+        ({"weight_map": {k: v for k, v in names.items() if k != "fc.weight"}}, "fc.weight of"),
+    ):
+        index.write_text(json.dumps(said))
+        assert problem in refusal(folder, target, tmp_path / "x")
+    index.write_text(json.dumps({"weight_map": names}))
+    assert import_draft(folder, target, tmp_path / "back").kind == "eagle3"
+
+
+def test_medusa_heads_have_the_numbers_and_sizes_that_their_folder_says(tmp_path):
+    target = tiny_target()
+    new_medusa_heads(target, DraftVocabulary.all_of(target.vocabulary), 2).save(tmp_path / "head")
+    folder = export_draft(tmp_path / "head", target, "vllm", tmp_path / "out")
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    for key in ("num_heads", "hidden_size", "vocab_size"):
+        (folder / "config.json").write_text(json.dumps(config | {key: 5}))
+        assert f"{key} is 5" in refusal(folder, target, tmp_path / "x")
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors | {"blocks.999999999.layers.0.weight": torch.ones(2, 2)}, folder / "model.safetensors")
+    assert "999999999" in refusal(folder, target, tmp_path / "x")
