@@ -150,7 +150,7 @@ class DistillSettings(TrainSettings):
         return self
 
 
-LAYERS = 1000  # of one model; more is a slip of the hand that would take minutes to be laid out
+LAYERS = 256  # of one model; more is a slip of the hand that would take minutes to be laid out
 
 # What each kind of head has no use for.
 OF_EAGLE = ("layers", "kv_heads", "intermediate", "inputs", "fc_bias", "detach", "feature_loss", "noise", "confidence")
