@@ -137,6 +137,9 @@ class DistillSettings(TrainSettings):
         start = self.starts_from
         wants = {"blocks": (), "scratch": ("shape",), "narrow": ("shape",), "checkpoint": ("checkpoint",)}[start]
         takes = (*wants, "blocks") if start == "blocks" else wants
+        sizes = self.shape if isinstance(self.shape, dict) else {}
+        if deep := [name for name, size in sizes.items() if name.endswith(("layer", "layers")) and size > LAYERS]:
+            raise ValueError(f"shape.{deep[0]}: {sizes[deep[0]]:,} is more than {LAYERS:,}; give fewer")
         if missing := [name for name in wants if getattr(self, name) is None]:
             raise ValueError(f"start {start} needs {missing[0]}; add it")
         given = [name for name in ("blocks", "shape", "checkpoint") if getattr(self, name) is not None]
@@ -146,6 +149,8 @@ class DistillSettings(TrainSettings):
             raise ValueError(f"head shared: a draft that starts from {start} has no embedding of its target's")
         return self
 
+
+LAYERS = 256  # of one model; more is a slip of the hand that would take minutes to be laid out
 
 # What each kind of head has no use for.
 OF_EAGLE = ("layers", "kv_heads", "intermediate", "inputs", "fc_bias", "detach", "feature_loss", "noise", "confidence")
@@ -177,10 +182,10 @@ class EagleTrainSettings(TrainSettings):
 
     start: str | None = Field(None, min_length=1)
     kind: Literal["eagle3", "eagle1", "medusa"] = "eagle3"
-    rollouts: int = Field(5, ge=1)
+    rollouts: int = Field(5, ge=1, le=LAYERS)
     decay: float = Field(1.0, gt=0)
     survival: bool = False
-    layers: int = Field(1, ge=1)
+    layers: int = Field(1, ge=1, le=LAYERS)
     width: int | None = Field(None, ge=2)
     kv_heads: int | None = Field(None, ge=1)
     intermediate: int | None = Field(None, ge=1)
@@ -230,7 +235,7 @@ class ScratchSettings(Settings):
 
     vocabulary: int = Field(4096, ge=2)
     width: int = Field(256, ge=2)
-    blocks: int = Field(4, ge=1)
+    blocks: int = Field(4, ge=1, le=LAYERS)
     heads: int = Field(4, ge=1)
     kv_heads: int = Field(2, ge=1)
     intermediate: int = Field(512, ge=1)
