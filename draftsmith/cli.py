@@ -46,8 +46,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         print(f"draftsmith: {stopped}", file=sys.stderr)
         sys.exit(128 + stopped.signal)
     except OSError as error:
-        from draftsmith.run import disk_is_full
+        from draftsmith.run import NOT_OURS, disk_is_full
 
+        if error.errno in NOT_OURS:
+            print(f"draftsmith: {first_line(error)}; allow it, or give another run_root", file=sys.stderr)
+            sys.exit(2)
         if not disk_is_full(error):
             raise
         text = f"the disk is full ({first_line(error)}); free some space and run the same command again"

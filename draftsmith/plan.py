@@ -212,6 +212,11 @@ def drafts(config: Config, target: "Target", work: Work) -> dict[str, "nn.Module
     else:
         with torch.device("meta"):
             draft = new_draft(target, config.distill, config.seed)
+    if config.distill.selective is not None:
+        try:
+            _architecture(place(config.distill.selective.reference), work)
+        except UserError as error:
+            raise UserError(f"distill.selective.reference: {error}") from error
     found: dict[str, nn.Module] = {TRAINED: draft.model}
     for name, settings in config.eagle.items():
         if settings.start is not None:

@@ -31,6 +31,7 @@ from draftsmith.files import digest, is_main, publish_json, publish_text, severa
 from draftsmith.settings import without_secrets
 
 RECORDS, LOCK = "stages", ".lock"
+NOT_OURS = {errno.EACCES, errno.EPERM, errno.EROFS}  # a folder that cannot be written
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FULL_TEXTS = (
     "No space left",
@@ -47,7 +48,8 @@ class Unit:
 
     `settings`: JSON, all that its result depends on beside its inputs. `inputs`: keys of earlier units. `outputs`:
     files and folders below the run folder that `work` makes; what lies there from other settings is removed before
-    it runs, except where the unit `resumes` and judges that itself. `ranks`: several ranks may do it together.
+    it runs, except where the unit `resumes` and judges that itself. `ranks`: several ranks may do it together. `saved`: folder
+    below the run folder in which an interrupted one has its work, as step-N, which no changed setting may throw away unasked.
     """
 
     stage: str
@@ -58,6 +60,7 @@ class Unit:
     work: Callable[[], None] = field(compare=False)
     resumes: bool = False
     ranks: bool = False
+    saved: str = ""
 
     @property
     def key(self) -> str:
@@ -121,6 +124,8 @@ class RunFolder:
             return "not done yet"
         if "id" not in record:
             changed = self._differs(unit, record)
+            if text := self._refused(unit):
+                return f"refused: {text}"
             return (
                 f"interrupted last time, then changed: {', '.join(changed)}; begins anew"
                 if changed
@@ -169,6 +174,25 @@ class RunFolder:
         publish_json(self._place(unit.key), state | finished)
         return seconds
 
+    def refuse(self, unit: Unit) -> None:
+        """Raise UserError where to run `unit` would throw away the saved work of an interrupted run with other settings."""
+        if text := self._refused(unit):
+            raise UserError(f"{unit.key}: {text}")
+
+    def _refused(self, unit: Unit) -> str:
+        """Which settings an interrupted unit with saved work no longer has, and what to do; "" where nothing is at stake."""
+        record = self.record(unit.key) if unit.saved else None
+        if record is None or "id" in record:
+            return ""
+        changed = _differences(record.get("settings"), without_secrets(unit.settings))[:4]
+        steps = [int(place.name[5:]) for place in (self.path / unit.saved).glob("step-*") if place.name[5:].isdigit()]
+        if not changed or not max(steps, default=0):
+            return ""
+        return (
+            f"interrupted at step {max(steps)} with another {', '.join(changed)}; restore the setting to continue it, "
+            f"or delete {self.path / unit.saved} to begin anew"
+        )
+
     def _clear(self, unit: Unit) -> None:
         record = self.record(unit.key)
         if record is not None and "id" not in record and not self._differs(unit, record):
@@ -210,6 +234,8 @@ class RunFolder:
 def execute(units: Sequence[Unit], folder: RunFolder, say: Callable[[str], None]) -> list[str]:
     """Run what must run, in order, and say of every stage what happened. Returns the keys of the units that ran."""
     ran: list[str] = []
+    for unit in units:
+        folder.refuse(unit)  # before any of them runs: an earlier one may take the same change
     for stage, group in groupby(units, key=lambda unit: unit.stage):
         own = list(group)
         reasons = {unit.key: folder.reason(unit) for unit in own}

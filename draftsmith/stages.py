@@ -48,6 +48,7 @@ def stage_units(config: Config, work: Work) -> list[Unit]:
             ("draft",),
             work.distill,
             ranks=True,
+            saved="draft/checkpoints",
         ),
     ]
     for name, settings in resolved["eagle"].items():
@@ -61,6 +62,7 @@ def stage_units(config: Config, work: Work) -> list[Unit]:
                 (f"eagle/{name}",),
                 train,
                 ranks=True,
+                saved=f"eagle/{name}/checkpoints",
             )
         )
     if config.evaluation.questions is not None:

@@ -10,6 +10,7 @@ import io
 import netrc
 import os
 import re
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 Log = Callable[[dict[str, float], int], None]
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
+HANGS_AFTER = 120  # seconds without an answer, then a tracker is given up
 START_SECONDS = 30  # longer than this W&B's server is not worth waiting for
 
 
@@ -219,15 +221,29 @@ def has_account() -> bool:
 
 
 def _survives(name: str, act: Callable[[], None]) -> bool:
-    """Whether `act` went well. A tracker may raise anything (network, disk, its own bugs): all of it is a warning."""
-    try:
-        act()
-    except Exception as problem:
-        reason = next(iter(str(problem).strip().splitlines()), "no reason given")
-        text = f"tracker {name} failed and is left out from here on ({type(problem).__name__}: {reason})"
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
-        return False
-    return True
+    """Whether `act` went well. A tracker may raise anything (network, disk, its own bugs) or never return: all of it is a warning.
+
+    It acts in a thread of its own, which is given up where it hangs and does not keep the process from ending.
+    """
+    problems: list[BaseException] = [TimeoutError(f"no answer in {HANGS_AFTER:g} s")]
+
+    def tried() -> None:
+        try:
+            act()
+        except BaseException as problem:  # one that ends its thread must not end the training
+            problems.append(problem)
+        else:
+            problems.clear()
+
+    thread = threading.Thread(target=tried, name=f"tracker-{name}", daemon=True)
+    thread.start()
+    thread.join(HANGS_AFTER)
+    if not (found := problems[-1:]):
+        return True
+    reason = next(iter(str(found[0]).strip().splitlines()), "no reason given")
+    text = f"tracker {name} failed and is left out from here on ({type(found[0]).__name__}: {reason})"
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
+    return False
 
 
 def _plain_values(values: dict[str, Any]) -> dict[str, Any]:

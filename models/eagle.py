@@ -13,7 +13,7 @@ Deviations from EAGLE-3's paper, all of them those of its published code: token 
 into a doubled-width attention input (the paper has one more linear layer there); the un-normed feature is the residual.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,12 +28,10 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (  # Llama's, for tar
 )
 
 from draftsmith.errors import UserError
+from draftsmith.models.eagle_start import Slots, leading_directions, start_from_embedding, start_from_states
 from draftsmith.models.heads import load_head, save_head
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
-
-# With this scale a slot's score for itself is 1.5² · √head_dim, far above those of other tokens.
-SELF_ATTENTION = 1.5
 
 # attend(layer, query [B, heads, n, d], key [B, kv_heads, n, d], value) -> [B, heads, n, d]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -224,13 +222,15 @@ class EagleHead(nn.Module):
         if features.shape[2:] != expected:
             made_for = f"{len(config.taps)} taps of width" if config.taps else "last states of width"
             raise UserError(f"EAGLE head: made for {made_for} {config.target_width}, given {tuple(features.shape[2:])}")
-        if not config.taps:
-            return features
+        return self.fc(self.joined(features)) if config.taps else features
+
+    def joined(self, taps: Tensor) -> Tensor:
+        """What EAGLE-3 fuses: taps [..., A, W] side by side, [..., A · W], normed if the config says so."""
         if self.input_norm is not None:
-            features = self.input_norm(features.flatten(2)).view_as(features)
+            taps = self.input_norm(taps.flatten(-2)).view_as(taps)
         if self.fc_norm:
-            features = torch.stack([norm(features[:, :, i]) for i, norm in enumerate(self.fc_norm)], dim=2)
-        return self.fc(features.flatten(2))
+            taps = torch.stack([norm(taps[..., i, :]) for i, norm in enumerate(self.fc_norm)], dim=-2)
+        return taps.flatten(-2)
 
     def step(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """One draft step for n slots.
@@ -291,6 +291,7 @@ def new_eagle_head(
     intermediate: int | None = None,
     head_from_target: bool = True,
     sample_taps: Tensor | None = None,
+    slots: Iterable[Slots] | None = None,
     seed: int = 0,
     **switches: Any,
 ) -> EagleHead:
@@ -298,8 +299,9 @@ def new_eagle_head(
 
     Weights are N(0, 0.02); the output head starts from the target's rows for the draft's tokens (`head_from_target`; in a narrower
     head, from their coordinates along their leading singular directions), which is worth more than any choice of loss at small
-    budgets; the layer starts from the embedding (`start_from_embedding`) if `sample_taps` [n, A, W] are given and the head has
-    attention as wide as itself. Raises UserError for impossible shapes.
+    budgets; the layer starts from the target's states (`start_from_states`) if `slots` are given, or from the embedding
+    (`start_from_embedding`) if `sample_taps` [n, A, W] are and the head has attention as wide as itself. Raises UserError for
+    impossible shapes.
     """
     source = target.config
     head_dim = getattr(source, "head_dim", None) or target.width // source.num_attention_heads
@@ -334,51 +336,21 @@ def new_eagle_head(
             head.confidence_head.weight.zero_()
         if head.lm_head is not None:
             down = torch.eye(width)
-            if head_from_target or sample_taps is not None:
+            if head_from_target or sample_taps is not None or slots is not None:
                 rows = target.model.get_output_embeddings().weight[vocabulary.target_ids.to(target.device)]
                 rows = rows.detach().float().cpu()
                 if width != target.width:
-                    down = _leading_directions(rows, width)
+                    down = leading_directions(rows, width)
             if head_from_target:
                 head.lm_head.weight.copy_(rows @ down.T)
-            if sample_taps is not None and config.heads * config.head_dim == width:
+            wide = config.heads * config.head_dim == width
+            if slots is not None and not wide:
+                raise UserError(
+                    f"EAGLE head: a start from the target's states needs attention as wide as the head, not "
+                    f"{config.heads * config.head_dim} of {width}; set states_start to false"
+                )
+            if slots is not None:
+                start_from_states(head, slots, down)
+            elif sample_taps is not None and wide:
                 start_from_embedding(head, sample_taps, down)
     return head.to(target.device)
-
-
-def _leading_directions(rows: Tensor, count: int) -> Tensor:
-    """The `count` leading right singular vectors [count, W] of rows [N, W]: eigenvectors of rowsᵀ rows, so that no matrix as tall
-    as a vocabulary is decomposed. Raises UserError where rows have fewer."""
-    if count > min(rows.shape):
-        raise UserError(
-            f"EAGLE head: {count} value dimensions need a draft vocabulary of at least as many tokens, not {len(rows)}"
-        )
-    return torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :count].T
-
-
-@torch.no_grad()
-def start_from_embedding(head: EagleHead, taps: Tensor, down: Tensor) -> None:
-    """Make an untrained head predict, at every rollout step, from the joined token alone: as its output head reads the embedding.
-
-    The head has no residual path from the embedding: it must learn to carry it through attention, which takes most of a small
-    training budget. So attention starts by looking at its own slot (query and key are one map of the normed embedding, and a slot
-    matches itself best), by passing the embedding on, and by taking the incoming feature off the residual, with features of rms 1:
-    x = g + (down · norm(e) − norm(g)) = down · norm(e), whose rms is about 1 again. Value and output projection are the leading
-    right singular vectors of the output head: all of them if there are as many value dimensions as the head is wide.
-
-    taps: [n, A, W], a sample of the target's, which sets the scale of the features. down: [H, W], from the target's width to the
-    head's (the identity where they are equal).
-    """
-    config, attention, output = head.config, head.first_layer.self_attn, head.lm_head
-    assert output is not None
-    head.fc.weight /= head.fuse(taps[None]).pow(2).mean().sqrt()
-    basis = _leading_directions(output.weight, config.kv_heads * config.head_dim)
-    embedding, feature = slice(0, config.target_width), slice(config.target_width, None)
-    groups = config.heads // config.kv_heads
-    split = (config.kv_heads, 1, config.head_dim, -1)
-    queries = basis.view(split).expand(-1, groups, -1, -1).reshape(-1, config.width)
-    attention.q_proj.weight[:, embedding] += SELF_ATTENTION * queries @ down
-    attention.k_proj.weight[:, embedding] += SELF_ATTENTION * basis @ down
-    attention.v_proj.weight[:, embedding] += basis @ down
-    attention.v_proj.weight[:, feature] -= basis
-    attention.o_proj.weight += queries.T / groups

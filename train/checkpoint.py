@@ -149,20 +149,31 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 
 def capture(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Masters, optimiser state and generators as whole tensors on the CPU. A collective where parameters are sharded."""
+    """Masters, optimiser state and this rank's generators as whole tensors on the CPU. A collective where they are sharded."""
     weights, states = {}, {}
     for name, parameter in trained(module).items():
         weights[name] = kept(parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             states[f"{name}/{key}"] = kept(value)
-    randoms = {"torch": torch.get_rng_state()}
+    return dict(zip(TENSORS, (weights, states, torch_generators()), strict=True))
+
+
+def torch_generators() -> dict[str, Tensor]:
+    """The states of torch's generators in this process, by device."""
+    states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
-        randoms |= {f"cuda{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
-    return dict(zip(TENSORS, (weights, states, randoms), strict=True))
+        states |= {f"cuda{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
 
 
-def restore(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
-    """Put back what `capture` took, at whatever number of ranks. Raises UserError where names or shapes differ."""
+def of_rank(states: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """Generators by the names that they have in a checkpoint: those of the main rank are plain, others say whose they are."""
+    return {f"{name}@{rank}" if rank else name: state for name, state in states.items()}
+
+
+def restore(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors, rank: int = 0) -> None:
+    """Put back what `capture` took, at whatever number of ranks. Generators of a rank that the checkpoint does not know stay as
+    they are. Raises UserError where names or shapes differ."""
     parameters, weights = trained(module), tensors["weights"]
     expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -177,11 +188,13 @@ def restore(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensor
         parameter = parameters[name]
         value = value.to(parameter.device)
         optimizer.state[parameter][key] = share(value, parameter) if value.shape == parameter.shape else value
-    torch.set_rng_state(tensors["random"]["torch"])
+    randoms, of = tensors["random"], f"@{rank}" if rank else ""
+    if f"torch{of}" in randoms:
+        torch.set_rng_state(randoms[f"torch{of}"])
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            if f"cuda{index}" in tensors["random"]:
-                torch.cuda.set_rng_state(tensors["random"][f"cuda{index}"], index)
+            if f"cuda{index}{of}" in randoms:
+                torch.cuda.set_rng_state(randoms[f"cuda{index}{of}"], index)
 
 
 def kept(tensor: Tensor) -> Tensor:

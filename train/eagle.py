@@ -1,6 +1,6 @@
 """Train an EAGLE head on the target's cached states, with rollouts of any length (1: without), or Medusa heads."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from draftsmith.data.cache.online import AnyCache
 from draftsmith.data.rows import Rows
 from draftsmith.errors import UserError
 from draftsmith.models.eagle import EagleConfig, EagleHead, new_eagle_head
+from draftsmith.models.eagle_start import Slots
 from draftsmith.models.heads import head_kind, head_shape, read_config
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads, new_medusa_heads
 from draftsmith.models.target import Target
@@ -73,11 +74,11 @@ def new_head(
     taps: Sequence[int],
     vocabulary: DraftVocabulary,
     settings: EagleTrainSettings,
-    sample: torch.Tensor | None = None,
+    reader: AnyCache | None = None,
     seed: int = 0,
 ) -> EagleHead | MedusaHeads:
-    """An untrained head of the kind and shape that the settings describe. taps: those of the cache; sample: taps [n, A, W] of some
-    tokens, for the start from the embedding."""
+    """An untrained head of the kind and shape that the settings describe. taps: those of the cache; reader: the cache, from whose
+    states an EAGLE-3 layer starts (None: at random)."""
     if settings.kind == "medusa":
         return new_medusa_heads(target, vocabulary, settings.rollouts)
     columns = tap_columns(taps, settings)
@@ -91,7 +92,8 @@ def new_head(
         kv_heads=settings.kv_heads,
         intermediate=settings.intermediate,
         head_from_target=settings.head_from_target,
-        sample_taps=None if sample is None else sample[:, columns],
+        sample_taps=sample_taps(reader)[:, columns] if reader is not None and settings.embedding_start else None,
+        slots=CachedSlots(target, reader, columns) if reader is not None and settings.states_start else None,
         seed=seed,
         inputs=settings.inputs,
         fc_bias=settings.fc_bias,
@@ -166,6 +168,26 @@ def sample_taps(reader: AnyCache, rows: int = 8) -> torch.Tensor:
     return torch.cat([torch.from_numpy(reader[i].taps) for i in range(min(rows, len(reader)))])
 
 
+@dataclass(frozen=True)
+class CachedSlots:
+    """The slots of the cache's first rows, row by row, as many as the regressions of a start need: 16 for each of their inputs."""
+
+    target: Target
+    reader: AnyCache
+    columns: Sequence[int]
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[Slots]:
+        embed, seen = self.target.model.get_input_embeddings(), 0
+        for row in (self.reader[index] for index in range(len(self.reader))):
+            if seen >= 16 * self.target.width * max(len(self.columns), 2):
+                return
+            seen += len(row.token_ids)
+            taps, last = (torch.from_numpy(states).float() for states in (row.taps[:, self.columns], row.last))
+            joined = embed(torch.from_numpy(row.token_ids[1:]).long().to(self.target.device)).float().cpu()
+            yield Slots(taps[:-1], joined, last[:-1], last[1:])
+
+
 def train_eagle(
     target: Target,
     reader: AnyCache,
@@ -184,8 +206,7 @@ def train_eagle(
             settings = settings.model_copy(update={"taps": head.config.taps})
     else:
         vocabulary = draft_vocabulary(reader, target, settings.draft_vocabulary)
-        sample = sample_taps(reader) if settings.kind == "eagle3" and settings.embedding_start else None
-        head = new_head(target, taps, vocabulary, settings, sample, seed)
+        head = new_head(target, taps, vocabulary, settings, reader if settings.kind == "eagle3" else None, seed)
     objective = new_objective(head, target, taps, settings)
     rows = [held_out[i] for i in range(min(settings.held_out_rows, len(held_out)))]
     measured = HeldOut.of(target, rows, taps)

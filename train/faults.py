@@ -24,7 +24,8 @@ def nonfinite(objective: Objective, batches: Sequence[Batch], rows: Sequence[Seq
             bad = _bad(tensor).flatten(1).any(1)
             if bad.any():
                 return (
-                    f"{name} of row {numbers[int(bad.nonzero()[0])]} hold numbers that are not finite; cache it again"
+                    f"{name} of row {numbers[int(bad.nonzero()[0])]} hold numbers that are not finite; "
+                    "delete the cache's folder to make it again"
                 )
     for name, parameter in trained(objective).items():
         if _bad(local(parameter.detach())).any():

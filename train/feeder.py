@@ -98,7 +98,8 @@ class Feeder:
                 loaded.rows.append(good)
         missing = -(-len(micro) // self.size) - len(loaded.batches)
         if missing and self.spare is None:
-            batch = _read_rows(self.source, micro[0])[0] or self._any_row()
+            # The same one whenever a run began: what noise and dropout draw for it is drawn before what follows.
+            batch = self._any_row() or _read_rows(self.source, micro[0])[0]
             self.spare = (
                 None if batch is None else replace(batch, supervised=torch.zeros_like(batch.supervised)).to(self.device)
             )

@@ -7,7 +7,6 @@ its last checkpoint as if nothing had happened (fp32 on one rank: bit by bit). K
 
 import json
 import math
-import resource
 import signal
 import sys
 import time
@@ -31,6 +30,7 @@ from draftsmith.train.checkpoint import (
     Checkpoints,
     capture,
     generators,
+    of_rank,
     restore,
     set_generators,
 )
@@ -43,6 +43,7 @@ from draftsmith.train.optim import compute_dtype, make_optimizer, schedule, set_
 from draftsmith.train.ranks import Ranks, unsharded
 from draftsmith.train.settings import TrainSettings
 from draftsmith.train.signals import on_signals
+from draftsmith.train.telemetry import measured, note, run_length
 
 Log = Callable[[dict[str, float], int], None]
 CHECKPOINTS = "checkpoints"
@@ -169,8 +170,8 @@ class _Trainer:
             self._resume(*self.checkpoints.read(place))
             return
         torch.manual_seed(self.seed + self.ranks.index)  # of noise and dropout, whatever this process did before
-        measured = [bool(self.objective.trained_slots(batch, 0).any()) for batch in self.held_out.batches]
-        if measured and not any(measured):
+        any_trained = [bool(self.objective.trained_slots(batch, 0).any()) for batch in self.held_out.batches]
+        if any_trained and not any(any_trained):
             raise UserError(f"{self.title}: none of the held-out rows has {self._supervised()}, or raise held_out_rows")
         self.at.summary.at_start = self._acceptance()
         self.at.summary.expected_acceptance = self.at.summary.at_start
@@ -186,7 +187,9 @@ class _Trainer:
                 f"{self.checkpoints.folder}: of a run with another {', '.join(other)}; "
                 "restore the setting to continue it, or delete the folder to begin anew"
             )
-        restore(self.objective, self.optimizer, tensors)
+        # Two ranks must not draw the same noise, so one that the checkpoint does not know begins with a seed of its own.
+        torch.manual_seed(self.seed + self.ranks.index + len(self.plan) * state["position"]["step"])
+        restore(self.objective, self.optimizer, tensors, self.ranks.index)
         set_generators(state["generators"])
         if self.feeder.stateful is not None:
             self.feeder.stateful.restore(tensors[SOURCE])
@@ -245,11 +248,11 @@ class _Trainer:
         at.summary.tokens += tokens
         at.summary.steps = at.step
         rate = progress.rate if progress is not None else 0.0
-        record = _record(loss, sums, self.optimizer.param_groups[0]["lr"], rate) | {
+        record = measured(loss, sums, self.optimizer.param_groups[0]["lr"], rate) | {
             "data_wait": self.feeder.waited / max(time.monotonic() - self.started, 1e-9)
         }
         if progress is not None:
-            progress.advance(tokens, _note(record))
+            progress.advance(tokens, note(record))
         if at.step in self.validate_at:
             record |= self._validate(step)
         if lines is not None and (step % settings.log_every == 0 or at.step in self.validate_at):
@@ -307,7 +310,7 @@ class _Trainer:
         if not self.at.weight:
             raise UserError(f"{self.title}: nothing trained in {self.at.step} steps: no row has {self._supervised()}")
         at, acceptance = self.at, self._acceptance()
-        reached = _run_length(acceptance)
+        reached = run_length(acceptance)
         if not np.isfinite(reached):
             raise UserError(
                 f"{self.title}: held-out acceptance is not a number at step {step}; lower matrix_lr and other_lr"
@@ -321,8 +324,8 @@ class _Trainer:
                     self.keep()
                     self.checkpoints.note_draft()
                     at.match = self.held_out.match(self.objective)
-        measured = {"held_out_run_length": reached, "best_run_length": at.best, "best_step": at.summary.best_step}
-        return measured | {"best_match": at.match}
+        values = {"held_out_run_length": reached, "best_run_length": at.best, "best_step": at.summary.best_step}
+        return values | {"best_match": at.match}
 
     def _acceptance(self) -> list[float]:
         with unsharded(self.objective):
@@ -330,8 +333,12 @@ class _Trainer:
 
     def _save(self, lines: IO[str] | None = None) -> None:
         tensors = capture(self.objective, self.optimizer)
+        randoms = self.ranks.gather(tensors["random"])
         if not self.ranks.main:
             return
+        tensors["random"] = {
+            name: state for rank, own in enumerate(randoms) for name, state in of_rank(own, rank).items()
+        }
         if self.feeder.stateful is not None:
             tensors[SOURCE] = self.feeder.stateful.state()
         self.at.lines = (self.folder / "training.jsonl").read_text() if lines is not None else ""
@@ -358,34 +365,3 @@ class _Trainer:
     def _say(self, text: str, main: bool = True) -> None:
         if self.ranks.main or not main:
             print(f"{self.title}: {text}", file=sys.stderr, flush=True)
-
-
-def _note(record: dict[str, float]) -> str:
-    return (
-        f"loss {record['loss']:.3f}  acceptance {record['expected_acceptance']:.3f}  "
-        f"data wait {record['data_wait']:.0%}  {record['memory_gb']:.1f} GB"
-    )
-
-
-def _record(loss: float, sums: Sums, learning_rate: float, rate: float) -> dict[str, float]:
-    steps = (sums.accepted / sums.count.clamp(min=1)).tolist()
-    return {
-        "loss": loss,
-        "expected_acceptance": steps[0],
-        **{f"expected_acceptance/{k}": value for k, value in enumerate(steps) if len(steps) > 1},
-        "learning_rate": learning_rate,
-        "tokens_per_second": rate,
-        "memory_gb": _memory_gb(),
-    }
-
-
-def _memory_gb() -> float:
-    """The most that this process has held: on its accelerator where it uses one, else in main memory."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def _run_length(acceptance: list[float]) -> float:
-    """Expected accepted tokens of a chain whose positions accept independently: Σ_k Π_{i≤k} α_i. Picks the best weights."""
-    return float(np.cumprod(acceptance).sum())

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -74,6 +74,10 @@ class Ranks:
         if self.size == 1:
             return value
         return broadcast_object_list([value])[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order of the ranks, on each of them."""
+        return [value] if self.size == 1 else gather_object([value])
 
     def wait(self) -> None:
         """Until every rank is here."""

@@ -137,6 +137,9 @@ class DistillSettings(TrainSettings):
         start = self.starts_from
         wants = {"blocks": (), "scratch": ("shape",), "narrow": ("shape",), "checkpoint": ("checkpoint",)}[start]
         takes = (*wants, "blocks") if start == "blocks" else wants
+        sizes = self.shape if isinstance(self.shape, dict) else {}
+        if deep := [name for name, size in sizes.items() if name.endswith(("layer", "layers")) and size > LAYERS]:
+            raise ValueError(f"shape.{deep[0]}: {sizes[deep[0]]:,} is more than {LAYERS:,}; give fewer")
         if missing := [name for name in wants if getattr(self, name) is None]:
             raise ValueError(f"start {start} needs {missing[0]}; add it")
         given = [name for name in ("blocks", "shape", "checkpoint") if getattr(self, name) is not None]
@@ -147,9 +150,11 @@ class DistillSettings(TrainSettings):
         return self
 
 
+LAYERS = 256  # of one model; more is a slip of the hand that would take minutes to be laid out
+
 # What each kind of head has no use for.
 OF_EAGLE = ("layers", "kv_heads", "intermediate", "inputs", "fc_bias", "detach", "feature_loss", "noise", "confidence")
-OF_EAGLE3 = ("width", "taps", "norm_taps", "norm_state", "head_from_target", "embedding_start")
+OF_EAGLE3 = ("width", "taps", "norm_taps", "norm_state", "head_from_target", "embedding_start", "states_start")
 # The shape and first weights of a head, which a start from another head's folder brings along.
 SHAPE = (*OF_EAGLE3, "layers", "kv_heads", "intermediate", "inputs", "fc_bias", "draft_vocabulary")
 UNUSED = {"eagle3": (), "eagle1": (*OF_EAGLE3, "draft_vocabulary"), "medusa": (*OF_EAGLE, *OF_EAGLE3)}
@@ -166,7 +171,8 @@ class EagleTrainSettings(TrainSettings):
     draft_vocabulary: size V_d, the most frequent supervised tokens, or below 1 the share of them that it must cover (null: the
     whole vocabulary). width, kv_heads, intermediate: as in the target unless given; taps: those of the cache's that are fused
     (null: all). head_from_target: start the output head from the target's rows; embedding_start: start the layer so that it passes
-    the joined token's embedding on, in heads whose attention is as wide as they are (`models.eagle.start_from_embedding`).
+    the joined token's embedding on, in heads whose attention is as wide as they are; states_start: start it as the best linear
+    guess of the target's next state instead, which takes cache.last (both in `models.eagle_start`).
     norm_taps, norm_state: EAGLE-3.1. inputs: what a slot joins, "shifted" or one of EAGLE's ablations.
 
     detach: no gradient between rollout steps (HASS, together with top_k_cross_entropy). feature_loss: weight of the regression to
@@ -176,10 +182,10 @@ class EagleTrainSettings(TrainSettings):
 
     start: str | None = Field(None, min_length=1)
     kind: Literal["eagle3", "eagle1", "medusa"] = "eagle3"
-    rollouts: int = Field(5, ge=1)
+    rollouts: int = Field(5, ge=1, le=LAYERS)
     decay: float = Field(1.0, gt=0)
     survival: bool = False
-    layers: int = Field(1, ge=1)
+    layers: int = Field(1, ge=1, le=LAYERS)
     width: int | None = Field(None, ge=2)
     kv_heads: int | None = Field(None, ge=1)
     intermediate: int | None = Field(None, ge=1)
@@ -187,6 +193,7 @@ class EagleTrainSettings(TrainSettings):
     draft_vocabulary: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] | None = None
     head_from_target: bool = True
     embedding_start: bool = True
+    states_start: bool = False
     norm_taps: bool = False
     norm_state: bool = False
     inputs: Literal["shifted", "unshifted", "feature", "token"] = "shifted"
@@ -199,7 +206,7 @@ class EagleTrainSettings(TrainSettings):
     @property
     def needs_last(self) -> bool:
         """Whether the cache must hold the target's last states."""
-        return self.kind != "eagle3" or self.feature_loss > 0
+        return self.kind != "eagle3" or self.feature_loss > 0 or self.states_start
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> Self:
@@ -228,7 +235,7 @@ class ScratchSettings(Settings):
 
     vocabulary: int = Field(4096, ge=2)
     width: int = Field(256, ge=2)
-    blocks: int = Field(4, ge=1)
+    blocks: int = Field(4, ge=1, le=LAYERS)
     heads: int = Field(4, ge=1)
     kv_heads: int = Field(2, ge=1)
     intermediate: int = Field(512, ge=1)

@@ -6,6 +6,7 @@ Ids and mask stand in a shard for every row. All else depends on the tokens up t
 tokens are those of the row before (one conversation, fanned out) stores it for the rest only: the reader puts rows together.
 """
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -63,6 +64,7 @@ class CacheReader(Sequence[CachedRow]):
             )
         _check_codecs(self.folder, manifest)
         self._handles: OrderedDict[int, Any] = OrderedDict()
+        self._stamps = [self._stamp(number) for number in range(len(manifest.shards))]
         lengths: list[np.ndarray] = []
         domain_of: list[np.ndarray] = []
         shared: list[np.ndarray] = []
@@ -134,7 +136,19 @@ class CacheReader(Sequence[CachedRow]):
         """Read every byte and return what is damaged, one line a shard, beginning with its name."""
         return [found for shard in self.manifest.shards if (found := shard_damage(self.folder, shard))]
 
+    def _stamp(self, number: int) -> tuple[int, int] | None:
+        """Size and time of change of a shard's file; None where it is gone, which a map that is open outlives."""
+        try:
+            about = os.stat(self.folder / self.manifest.shards[number].name)
+        except FileNotFoundError:
+            return None
+        return about.st_size, about.st_mtime_ns
+
     def _handle(self, number: int) -> Any:
+        """The open shard. To read behind the end of a mapped file kills the process, so every read looks at the file first."""
+        if self._stamp(number) not in (None, self._stamps[number]):
+            path = self.folder / self.manifest.shards[number].name
+            raise UserError(f"{path}: changed since it was opened; run `draftsmith cache-repair CONFIG`")
         if number not in self._handles:
             path = self.folder / self.manifest.shards[number].name
             try:

@@ -14,7 +14,6 @@ from draftsmith.models.eagle import EagleHead, new_eagle_head
 from draftsmith.models.kv import KVCache
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
-from draftsmith.train.rollout import rollout
 
 TAPS = (0, 1, 2)
 
@@ -335,30 +334,3 @@ def test_an_unreadable_head_is_one_line(tmp_path, damage):
         weights.unlink()
     with pytest.raises(UserError, match="not a readable head"):
         EagleHead.load(tmp_path, target)
-
-
-def test_started_from_the_embedding_a_head_predicts_what_its_output_head_reads_there():
-    """At every rollout step, far above chance (1 in 150), which is where a head without that start stands."""
-    target = tiny_target(num_key_value_heads=4)
-    torch.manual_seed(0)
-    taps, tokens = torch.randn(400, 3, target.width), torch.randint(6, 100, (1, 400))
-    joined = target.model.get_input_embeddings()(tokens)
-
-    def agreement(sample):
-        head = new_eagle_head(target, TAPS, DraftVocabulary.all_of(target.vocabulary), kv_heads=4, sample_taps=sample)
-        wanted = head.lm_head(rms(joined, torch.ones(target.width), 1e-6)).argmax(-1)[0]
-        states = list(rollout(head, tokens, taps[None], 3))
-        return [
-            (head.logits(s)[0, : 399 - k].argmax(-1) == wanted[1 + k :]).float().mean().item()
-            for k, s in enumerate(states)
-        ]
-
-    assert min(agreement(taps)) > 0.15
-    assert max(agreement(None)) < 0.03
-
-
-def test_a_vocabulary_too_small_for_that_start_is_refused():
-    target = tiny_target()
-    small = DraftVocabulary(torch.arange(10), target.vocabulary)
-    with pytest.raises(UserError, match="value dimensions"):
-        new_eagle_head(target, TAPS, small, sample_taps=torch.randn(8, 3, target.width))

@@ -220,6 +220,36 @@ def test_an_interrupted_unit_begins_anew_when_settings_or_inputs_changed_and_say
     assert schedule(bench.units(), bench.folder)["second"] == "interrupted last time, then changed: deep.y; begins anew"
 
 
+def test_saved_work_of_an_interrupted_unit_is_not_thrown_away_by_a_changed_setting_but_refused_by_name(
+    tmp_path: Path,
+) -> None:
+    folder, step = RunFolder(tmp_path), tmp_path / "draft" / "checkpoints" / "step-000000004"
+    ran: list[int] = []
+
+    def units(lr: int, seed: int = 0) -> list[Unit]:
+        def work() -> None:
+            step.mkdir(parents=True, exist_ok=True)
+            if not ran:
+                ran.append(lr)
+                raise KeyboardInterrupt
+            (tmp_path / "draft" / "data").write_text("made")
+
+        first = Unit("first", "", {"seed": seed}, (), (), lambda: ran.append(-1))
+        return [first, Unit("distill", "", {"lr": lr}, ("first",), ("draft",), work, saved="draft/checkpoints")]
+
+    with pytest.raises(KeyboardInterrupt):
+        folder.run(units(1)[1])
+    refusal = "interrupted at step 4 with another lr; restore the setting to continue it, or delete .*checkpoints"
+    with pytest.raises(UserError, match=f"distill: {refusal}"):
+        execute(units(2, seed=1), folder, lambda line: None)
+    assert step.is_dir()
+    assert ran == [1], "nothing ran before the refusal"
+    assert schedule(units(2), folder)["distill"].startswith("refused: ")
+    step.rmdir()
+    execute(units(2), folder, lambda line: None)
+    assert (tmp_path / "draft" / "data").exists()
+
+
 @pytest.mark.parametrize(
     "error",
     [

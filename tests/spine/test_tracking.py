@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,29 @@ def test_a_tracker_that_cannot_start_is_a_warning(tmp_path: Path, monkeypatch: p
     with pytest.warns(RuntimeWarning, match="tracker broken failed"):
         made.log("distill")({"loss": 1.0}, 0)
     made.close()
+
+
+@pytest.mark.parametrize("where", ["start", "log", "finish"])
+def test_a_tracker_that_hangs_or_ends_its_process_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr("draftsmith.tracking.HANGS_AFTER", 0.05)
+    forever, sound = threading.Event(), Recorder()
+    hangs, ends = Recorder(), Recorder()
+    monkeypatch.setattr(hangs, where, lambda *_, **__: forever.wait(), raising=False)
+    monkeypatch.setattr(ends, where, lambda *_, **__: sys.exit(3), raising=False)
+    made = tracking(tmp_path, monkeypatch, hangs=hangs, ends=ends, sound=sound)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.log("distill")({"loss": 1.0}, 0)
+        made.close()
+    forever.set()
+    assert sound.seen
+    assert sound.finished
+    assert [str(warning.message) for warning in caught] == [
+        "tracker hangs failed and is left out from here on (TimeoutError: no answer in 0.05 s)",
+        "tracker ends failed and is left out from here on (SystemExit: 3)",
+    ]
 
 
 def test_nothing_is_started_before_the_first_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

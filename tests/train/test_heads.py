@@ -22,6 +22,7 @@ from draftsmith.models.serving.export import export_draft
 from draftsmith.models.serving.importing import import_draft
 from draftsmith.models.vocabulary import DraftVocabulary
 from draftsmith.train.eagle import (
+    CachedSlots,
     draft_vocabulary,
     new_head,
     new_objective,
@@ -133,8 +134,9 @@ def test_a_medusa_head_is_taught_the_targets_distribution_at_the_position_it_pre
         {"kind": "medusa", "rollouts": 3, "draft_vocabulary": 100},
         {"norm_taps": True, "norm_state": True, "confidence": 1.0, "rollouts": 3, "draft_vocabulary": 0.9},
         {"width": 16, "layers": 2, "taps": (1, 2), "survival": True, "rollouts": 2},
+        {"kv_heads": 4, "states_start": True, "feature_loss": 10.0, "rollouts": 2, "fc_bias": True},
     ],
-    ids=["EAGLE-1", "HASS", "Medusa", "EAGLE-3.1", "narrow"],
+    ids=["EAGLE-1", "HASS", "Medusa", "EAGLE-3.1", "narrow", "from states"],
 )
 def test_every_kind_trains_is_loaded_by_its_path_and_decodes_exactly(tmp_path, target, settings):
     rows = tiny_rows(tmp_path, [24, 30, 18, 40, 26, 33])
@@ -152,6 +154,23 @@ def test_every_kind_trains_is_loaded_by_its_path_and_decodes_exactly(tmp_path, t
     plain_runs = decode(target, as_drafter(None, target), prompts, Decoding(chain_shape(1), **common))
     drafted = decode(target, drafter, prompts, Decoding(chain_shape(3), **common))
     assert [d.tokens for d in drafted] == [p.tokens for p in plain_runs]
+
+
+def test_the_slots_of_a_start_are_the_caches_rows_with_the_token_and_the_state_that_follow(tmp_path, target):
+    rows = tiny_rows(tmp_path, [24, 30, 18])
+    build_cache(
+        target, rows, tmp_path / "cache", CacheSettings(distribution="topk", state_codec="fp32", last=True, k=20)
+    )
+    reader = CacheReader(tmp_path / "cache")
+    found = list(CachedSlots(target, reader, [2, 0]))
+    assert [len(slots.taps) for slots in found] == [23, 29, 17]
+    row, slots = reader[1], found[1]
+    token_ids = torch.from_numpy(row.token_ids).long()
+    for t in (0, 13, 28):
+        torch.testing.assert_close(slots.taps[t], torch.from_numpy(row.taps[t, [2, 0]]))
+        torch.testing.assert_close(slots.embedding[t], target.model.get_input_embeddings().weight[token_ids[t + 1]])
+        torch.testing.assert_close(slots.last[t], torch.from_numpy(row.last[t]))
+        torch.testing.assert_close(slots.following[t], torch.from_numpy(row.last[t + 1]))
 
 
 def test_the_noise_of_a_run_is_its_seeds_whatever_the_process_did_before(tmp_path, target):

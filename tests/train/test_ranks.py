@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from draftsmith.data.batches import Batch
 from draftsmith.data.cache.build import build_cache
 from draftsmith.data.cache.manifest import CacheSettings
 from draftsmith.data.cache.reader import CacheReader
-from draftsmith.errors import UserError
+from draftsmith.errors import Stopped, UserError
 from draftsmith.models.draft import DraftLM
 from draftsmith.train.held_out import HeldOut
 from draftsmith.train.loop import train
@@ -250,3 +251,34 @@ def test_fsdp_of_version_1_is_refused_in_one_line(parts: Any, tmp_path: Path) ->
     environment = FSDP | {"FSDP_VERSION": "1"}
     said = together(2, lambda rank: a_run(parts, tmp_path / "run", Rows(parts[1], 500)), tmp_path, **environment)
     assert all("choose fsdp_version: 2" in text for text in said)
+
+
+def test_two_ranks_draw_other_noise_each_and_the_same_after_they_were_stopped(parts: Any, tmp_path: Path) -> None:
+    """The second rank's stand-in draws too, so it must be the same batch before and after."""
+
+    def act(folder: str, stop_at: int = 0) -> Callable[[int], Any]:
+        def noisy(rank: int) -> Any:
+            drawn: list[float] = []
+            objective = new_objective(parts[0])
+            objective.noise = 0.5
+            objective.register_forward_pre_hook(lambda *_: drawn.append(float(torch.get_rng_state().double().sum())))
+
+            def log(values: dict[str, float], step: int) -> None:
+                if step == stop_at:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+            rows = Rows(parts[1], tokens=900)
+            with suppress(Stopped):
+                train(
+                    objective, rows, parts[2], rows.settings, folder=tmp_path / folder, seed=1, keep=lambda: None, log=log
+                )  # fmt: skip
+            return drawn
+
+        return noisy
+
+    whole = together(2, act("whole"), tmp_path)
+    first = together(2, act("parts", stop_at=3), tmp_path)
+    second = together(2, act("parts"), tmp_path)
+    assert len(second[0]) > 4
+    assert not set(whole[0]) & set(whole[1])
+    assert [first[rank] + second[rank] for rank in (0, 1)] == whole

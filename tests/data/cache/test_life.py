@@ -82,6 +82,22 @@ def test_reader_refuses_a_shard_of_the_wrong_size(tmp_path: Path, damage: Callab
         CacheReader(tmp_path / "cache")
 
 
+@pytest.mark.parametrize("damage", [truncate, empty, flip])
+def test_a_shard_that_changes_after_it_was_opened_is_refused_and_kills_nothing(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    """To read behind the end of a mapped file is a SIGBUS, which no process outlives or explains."""
+    make(tmp_path)
+    path = tmp_path / "cache" / read_manifest(tmp_path / "cache").shards[-1].name
+    os.utime(path, ns=(0, 0))  # clocks of file systems are coarse
+    reader = CacheReader(tmp_path / "cache")
+    assert reader[-1].token_ids.any()
+    damage(path)
+    with pytest.raises(UserError, match=f"{path.name}: changed since it was opened; run `draftsmith cache-repair"):
+        reader[-1]
+    assert reader[0].token_ids.any()
+
+
 def test_flipped_byte_is_found_by_the_readers_verify(tmp_path: Path) -> None:
     make(tmp_path)
     flip(tmp_path / "cache" / "shard-00001.safetensors")

@@ -1,0 +1,104 @@
+"""Where the layer of an untrained EAGLE-3 head starts: from the joined token's embedding, or from the target's states."""
+
+import pytest
+import torch
+from kit import tiny_target
+
+from draftsmith.errors import UserError
+from draftsmith.models.eagle import new_eagle_head
+from draftsmith.models.eagle_start import Slots
+from draftsmith.models.vocabulary import DraftVocabulary
+from draftsmith.train.rollout import rollout
+
+TAPS = (0, 1, 2)
+
+
+def rms(x, gain, eps):
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * gain
+
+
+def test_started_from_the_embedding_a_head_predicts_what_its_output_head_reads_there():
+    """At every rollout step, far above chance (1 in 150), which is where a head without that start stands."""
+    target = tiny_target(num_key_value_heads=4)
+    torch.manual_seed(0)
+    taps, tokens = torch.randn(400, 3, target.width), torch.randint(6, 100, (1, 400))
+    joined = target.model.get_input_embeddings()(tokens)
+
+    def agreement(sample):
+        head = new_eagle_head(target, TAPS, DraftVocabulary.all_of(target.vocabulary), kv_heads=4, sample_taps=sample)
+        wanted = head.lm_head(rms(joined, torch.ones(target.width), 1e-6)).argmax(-1)[0]
+        states = list(rollout(head, tokens, taps[None], 3))
+        return [
+            (head.logits(s)[0, : 399 - k].argmax(-1) == wanted[1 + k :]).float().mean().item()
+            for k, s in enumerate(states)
+        ]
+
+    assert min(agreement(taps)) > 0.15
+    assert max(agreement(None)) < 0.03
+
+
+def test_a_vocabulary_too_small_for_that_start_is_refused():
+    target = tiny_target()
+    small = DraftVocabulary(torch.arange(10), target.vocabulary)
+    with pytest.raises(UserError, match="value dimensions"):
+        new_eagle_head(target, TAPS, small, sample_taps=torch.randn(8, 3, target.width))
+
+
+class LinearText:
+    """Texts of a target whose states are linear in what a slot reads: h_t of the taps, h_{t+1} of norm(e_{t+1}) and norm(h_t)."""
+
+    def __init__(self, target, rows, length=8, seed=2):
+        width, generator = target.width, torch.Generator().manual_seed(1)
+        shapes = ((width, width), (width, width), (3 * width, width))
+        of_token, of_state, to_taps = (torch.randn(shape, generator=generator) / width**0.5 for shape in shapes)
+        generator.manual_seed(seed)
+        self.tokens = torch.randint(6, 100, (rows, length), generator=generator)
+        self.embeddings = target.model.get_input_embeddings()(self.tokens).detach()
+        states = [torch.randn(rows, width, generator=generator)]
+        for t in range(1, length):
+            token = rms(self.embeddings[:, t], torch.ones(width), 1e-6)
+            states.append(token @ of_token.T + 0.5 * rms(states[-1], torch.ones(width), 1e-6) @ of_state.T)
+        self.states = torch.stack(states, 1)
+        self.taps = (self.states @ to_taps.T).unflatten(-1, (3, width))
+
+    def slots(self, joins=1):
+        """joins: which token a slot is said to join, 1 for the next one."""
+        for taps, embedding, state in zip(self.taps, self.embeddings, self.states, strict=True):
+            yield Slots(taps[:-1], embedding[joins:][: len(taps) - 1], state[:-1], state[1:])
+
+
+def explained(head, text, steps):
+    """R² of the head's states for the states that they stand for, at every rollout step."""
+    found = []
+    for k, guess in enumerate(rollout(head, text.tokens, text.taps, steps)):
+        wanted, guess = text.states[:, 1 + k :], guess[:, : text.states.shape[1] - 1 - k]
+        found.append(1 - float((guess - wanted).pow(2).sum() / (wanted - wanted.mean((0, 1))).pow(2).sum()))
+    return found
+
+
+def test_started_from_the_states_a_head_guesses_the_targets_next_state_at_every_rollout_step():
+    """A slot that joins another token than the next one, or no such start, explains nothing."""
+    target = tiny_target(num_key_value_heads=4)
+    text, unseen = LinearText(target, 60), LinearText(target, 20, seed=3)
+
+    def started(slots):
+        head = new_eagle_head(target, TAPS, DraftVocabulary.all_of(target.vocabulary), kv_heads=4, slots=slots)
+        return explained(head, unseen, 3)
+
+    assert min(started(list(text.slots()))) > 0.5
+    assert max(started(list(text.slots(joins=0)))) < 0.3
+    assert max(started(None)) < 0.1
+
+
+def test_its_output_head_reads_states_of_the_size_that_the_targets_have():
+    target = tiny_target(num_key_value_heads=4)
+    text = LinearText(target, 40)
+    head = new_eagle_head(target, TAPS, DraftVocabulary.all_of(target.vocabulary), kv_heads=4, slots=list(text.slots()))
+    size = text.states[:, 1:].pow(2).mean(-1).sqrt().mean()
+    torch.testing.assert_close(head.norm.weight, size.expand(target.width), rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_whose_attention_is_narrower_than_it_is_cannot_start_from_states():
+    target = tiny_target()
+    with pytest.raises(UserError, match="attention as wide as the head"):
+        new_eagle_head(target, TAPS, DraftVocabulary.all_of(target.vocabulary), width=12, slots=[])
