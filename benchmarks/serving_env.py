@@ -40,3 +40,7 @@ def ensure(folder: Path) -> tuple[Path, float]:
     subprocess.run([*pip, "--no-deps", "-r", str(PINS)], check=True)
     stamp.write_text(pins, encoding="utf-8")
     return python, time.monotonic() - started
+
+
+if __name__ == "__main__":
+    ensure(default_folder())

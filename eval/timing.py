@@ -63,16 +63,20 @@ class Run:
 
     @property
     def cycle(self) -> Cycle:
-        """The mean verify; the first draft is left out, which reads the prompt as well. nodes: of the widest."""
+        """The mean verify but for the first: its draft reads the prompt as well, and what a text's first forward takes more than
+        another counts once, however many verifies share it. nodes: of the widest."""
         later = self.cycles[1:] or self.cycles
-        nodes, draft = max(c.nodes for c in self.cycles), float(np.mean([c.draft for c in later]))
-        verify, rest = (float(np.mean([getattr(c, part) for c in self.cycles])) for part in ("verify", "rest"))
-        return Cycle(nodes, draft, verify, rest)
+        draft, verify, rest = (
+            float(np.mean([getattr(c, part) for c in later])) for part in ("draft", "verify", "rest")
+        )
+        return Cycle(max(c.nodes for c in self.cycles), draft, verify, rest)
 
     @property
     def start(self) -> float:
-        """What happens once: prefill, and what the first draft takes more than another. seconds = start + verifies · cycle."""
-        return self.seconds - len(self.cycles) * self.cycle.seconds
+        """What happens once: prefill, and what the first verify takes more than later ones of as many nodes."""
+        first, *later = self.cycles
+        alike = [cycle.seconds for cycle in later if cycle.nodes == first.nodes]
+        return self.prefill + first.seconds - float(np.mean(alike or [first.seconds]))
 
 
 class Stopwatch(Drafter):

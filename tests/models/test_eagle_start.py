@@ -70,8 +70,8 @@ class LinearText:
 def explained(head, text, steps):
     """R² of the head's states for the states that they stand for, at every rollout step."""
     found = []
-    for k, guess in enumerate(rollout(head, text.tokens, text.taps, steps)):
-        wanted, guess = text.states[:, 1 + k :], guess[:, : text.states.shape[1] - 1 - k]
+    for k, states in enumerate(rollout(head, text.tokens, text.taps, steps)):
+        wanted, guess = text.states[:, 1 + k :], states[:, : text.states.shape[1] - 1 - k].detach()
         found.append(1 - float((guess - wanted).pow(2).sum() / (wanted - wanted.mean((0, 1))).pow(2).sum()))
     return found
 
