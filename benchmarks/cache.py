@@ -40,7 +40,7 @@ from draftsmith.work import Work
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cache_page import Study, page
-from study import Entry, Journal, do_missing, opened, processes, publish_study
+from study import Entry, Journal, command, do_missing, opened, processes, publish_study
 
 TEMPERATURES = (0.0, 1.0)
 DRAFTS = ("eagle", "draft-lm")
@@ -300,7 +300,8 @@ def main() -> None:
     for draft in DRAFTS:
         runs = {v.name: [found[draft_key(v, draft, seed)] for seed in range(size.seeds)] for v in size.variants}
         study.add_drafts(draft, size.tokens, runs, EXACT.name, [v.name for small in SMALL.values() for v in small])
-    publish_study("cache", "cache", "make bench-cache", study.rows, page, folder if arguments.quick else None)
+    made = command("bench-cache", parser, arguments)
+    publish_study("cache", "cache", made, study.rows, page, folder if arguments.quick else None)
 
 
 if __name__ == "__main__":

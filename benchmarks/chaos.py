@@ -4,7 +4,7 @@ Every fault is one command in a forked child of a process whose imports are paid
 before that command. A killed one runs again. Survived: all results are then those of the reference, byte for byte but for times.
 Stopped: exit code 2 and one line, the earlier stages' results as they were, and what the line names leads to the reference; it is
 enough for damaged files, a full disk and a dead rank alone. Anything else failed. Two ranks are held against an undisturbed run of
-two. Finished faults are lines of chaos.jsonl in the work folder and are not repeated.
+two. Finished faults are lines of chaos.jsonl in the work folder and are not repeated while the code is the same.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from chaos_run import (
     STEPS,
     Child,
     Ended,
+    code,
     command,
     contents,
     end_ranks,
@@ -318,16 +319,16 @@ def _can_mount(work: Path) -> bool:
     return True
 
 
-def worker(campaign: Campaign, numbers: int, journal: Path, until: float) -> None:
-    """Faults whose numbers (four bytes each) come from a file, until it ends or the time is over."""
+def worker(campaign: Campaign, numbers: int, journal: Path, until: float, of: str) -> None:
+    """Faults whose numbers (four bytes each) come from a file, until it ends or the time is over. of: the code."""
     while time.monotonic() < until and (found := os.read(numbers, 4)):
-        fault = campaign.fault(int.from_bytes(found))
+        fault = campaign.fault(int.from_bytes(found)) | {"code": of}
         with journal.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(fault) + "\n")
         print(*(fault[key] for key in ("number", "kind", "stage", "about", "outcome", "seconds")), sep="  ", flush=True)
 
 
-def side_by_side(campaign: Campaign, numbers: list[int], journal: Path, until: float, workers: int) -> None:
+def side_by_side(campaign: Campaign, numbers: list[int], journal: Path, until: float, workers: int, of: str) -> None:
     """The faults of these numbers, by processes with a folder each."""
     (queue := campaign.reference / "numbers").write_bytes(b"".join(number.to_bytes(4) for number in numbers))
     shared = os.open(queue, os.O_RDONLY)  # one place in the file for all of them
@@ -337,7 +338,7 @@ def side_by_side(campaign: Campaign, numbers: list[int], journal: Path, until: f
             code = 1
             try:
                 campaign.settle(campaign.reference / f"worker-{index}")
-                worker(campaign, shared, journal, until)
+                worker(campaign, shared, journal, until, of)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -357,7 +358,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("runs/chaos"), help="keeps chaos.jsonl between calls")
     arguments = parser.parse_args()
-    started = time.monotonic()
+    started, of = time.monotonic(), code()
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     torch.set_num_threads(1)  # a forked child has no threads but its own
     import_all()
@@ -371,10 +372,10 @@ def main() -> None:
             f"{name}{' on two ranks' * ranks} {seconds:.1f} s" for (name, ranks), seconds in campaign.seconds.items()
         ]
         print("reference:", ", ".join(times), flush=True)
-        done = {fault["number"] for fault in _read(journal)}
+        done = {fault["number"] for fault in finished(journal, of)}
         numbers = [number for number in range(arguments.faults) if number not in done]
-        side_by_side(campaign, numbers, journal, started + 60 * arguments.minutes, arguments.workers)
-    faults = [fault for fault in _read(journal) if fault["number"] < arguments.faults]
+        side_by_side(campaign, numbers, journal, started + 60 * arguments.minutes, arguments.workers, of)
+    faults = [fault for fault in finished(journal, of) if fault["number"] < arguments.faults]
     disk = "a tmpfs that runs full" if campaign.tmpfs else "RLIMIT_FSIZE"
     docs = Path(__file__).resolve().parents[1] / "docs"
     write_study(faults, arguments.faults, disk, describe_environment(), docs)
@@ -384,8 +385,10 @@ def main() -> None:
     sys.exit(not all(row["met"] for row in study_rows(faults, len(faults))))
 
 
-def _read(journal: Path) -> list[dict[str, Any]]:
-    return sorted(map(json.loads, journal.read_text().splitlines()), key=lambda fault: fault["number"])
+def finished(journal: Path, of: str) -> list[dict[str, Any]]:
+    """The faults that this code has been held against: those of other code say nothing of it."""
+    faults = map(json.loads, journal.read_text().splitlines())
+    return sorted((fault for fault in faults if fault.get("code") == of), key=lambda fault: fault["number"])
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.cli import main as draftsmith
+from draftsmith.files import digest
 
 PATIENCE = 120  # seconds: a command that needs longer hangs
 LAUNCHER = 5  # seconds that the launcher of several ranks gives the others to end when one is dead
@@ -151,6 +152,16 @@ class Child:
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         text = self.log.read_text(errors="replace")
         return Ended(None if hangs else code, text, time.monotonic() - self.started)
+
+
+def code() -> str:
+    """Names the code that faults are injected into: a campaign goes on only where that is the same."""
+    root = Path(__file__).resolve().parents[1]
+    files = [
+        path for folder in ("draftsmith", "data", "models", "train", "eval") for path in (root / folder).rglob("*.py")
+    ]
+    files += (root / "benchmarks").glob("chaos*.py")
+    return digest({path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in files})
 
 
 def command(arguments: Sequence[str]) -> None:

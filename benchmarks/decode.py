@@ -260,9 +260,10 @@ def main() -> None:
         "--quick", action="store_true", help="a few tokens of two prompts: that it runs, not what it shows"
     )
     parser.add_argument(
-        "--docs", type=Path, default=Path("docs"), help="the folder that the page and its numbers go to"
+        "--docs", type=Path, help="folder of the page and its numbers; docs, or runs/bench-decode if quick"
     )
     arguments = parser.parse_args()
+    docs: Path = arguments.docs or Path("runs/bench-decode" if arguments.quick else "docs")
     run, study = arguments.run, Study(QUICK if arguments.quick else FULL)
     size = study.size
     target = Target.load(run / "target")
@@ -286,8 +287,8 @@ def main() -> None:
     first_tokens(study, target, drafters, texts[0][:3])
     environment = describe_environment()
     study_file = {"environment": environment, "command": "make bench-decode", "rows": study.rows}
-    publish_json(arguments.docs / "studies" / "decode.json", study_file)
-    publish_text(arguments.docs / "decoding.md", page(study.rows, environment))
+    publish_json(docs / "studies" / "decode.json", study_file)
+    publish_text(docs / "decoding.md", page(study.rows, environment))
 
 
 if __name__ == "__main__":

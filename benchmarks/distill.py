@@ -32,7 +32,7 @@ from draftsmith.train.settings import DistillSettings, LossName
 
 sys.path.insert(0, str(Path(__file__).parent))
 from distill_page import page, study_rows
-from study import Journal, Plan, do_missing, opened, processes, publish_study, study_parser
+from study import Journal, Plan, command, do_missing, opened, processes, publish_study, study_parser
 from twin import heavy_twin
 
 LOSSES = get_args(LossName)
@@ -228,7 +228,8 @@ def main() -> None:
     minutes = (drafts + time.monotonic() - trained) / 60
     about = {"drafts": len(todo), "workers": arguments.workers}
     rows.append({"what": "minutes", "value": minutes, "settings": about, "goal": "<= 60", "met": minutes <= 60})
-    publish_study("distill", "distillation", "make study-distill", rows, page, plan.folder if quick else None)
+    made = command("study-distill", parser, arguments)
+    publish_study("distill", "distillation", made, rows, page, plan.folder if quick else None)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from eagle_claims import study_rows
 from eagle_heads import FIRST, LONG, ROWS, SHARED, TEACHERS, TIMES, TUNED, TUNING_SEED, WITH_TREE, K
 from eagle_page import page
-from study import Journal, Plan, do_missing, opened, processes, publish_study, study_parser
+from study import Journal, Plan, command, do_missing, opened, processes, publish_study, study_parser
 
 DOMAINS = ("code", "prose", "chat")
 TREE = Dynamic(8, 6, 32)
@@ -228,7 +228,8 @@ def main() -> None:
         make_caches(plan, set(TEACHERS), tokens if arguments.quick else None)
         do_missing(journal, {job: (plan, job) for job in todo}, run_job, processes(arguments.workers))
     rows = study_rows(journal.of(todo), arguments.workers)
-    publish_study("eagle", "eagle", "make study-eagle", rows, page, plan.folder if arguments.quick else None)
+    made = command("study-eagle", parser, arguments)
+    publish_study("eagle", "eagle", made, rows, page, plan.folder if arguments.quick else None)
 
 
 if __name__ == "__main__":

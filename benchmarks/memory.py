@@ -19,22 +19,24 @@ import yaml
 
 from draftsmith.environment import describe_environment
 from draftsmith.errors import UserError
-from draftsmith.files import publish_text
+
+sys.path.insert(0, str(Path(__file__).parent))
+from markdown import fill, table
 
 # Of a draft: its name, and settings beside those of the demo's config.
 CASES: tuple[tuple[str, dict[str, int]], ...] = (
     ("distilled", {}),
     ("eagle3", {}),
+    ("distilled", {"batch_tokens": 4096}),
     ("eagle3", {"batch_tokens": 4096}),
 )
 STEPS, EVERY = 2, 0.05  # seconds between two looks
 # glibc keeps what is freed below a size that it raises itself, up to 32 MB; with a size of ours it gives back all from there on.
 RETURNING = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
-PAGE, START, END = Path("docs/scaling.md"), "<!-- memory -->\n", "<!-- end of memory -->"
 
 
-def row(run: Path, draft: str, changes: dict[str, int]) -> str:
-    """One line of the table: what `plan` says, and the largest resident set of the process that trains."""
+def row(run: Path, draft: str, changes: dict[str, int]) -> list[str]:
+    """The cells of one line: what `plan` says, and the largest resident set of the process that trains."""
     about = yaml.safe_load((run / "resolved.yaml").read_text(encoding="utf-8"))
     section = about["distill"] if draft == "distilled" else about["eagle"][draft]
     section |= changes
@@ -52,9 +54,8 @@ def row(run: Path, draft: str, changes: dict[str, int]) -> str:
         said = _planned(config, draft)
         stage = "distill" if draft == "distilled" else "train-eagle"
         peaks = [_peak(stage, config, environment) for environment in (RETURNING, {})]
-    batch = section["batch_tokens"]
-    measured = " | ".join(f"{peak / 1e6:,.0f} | {said / peak - 1:+.0%}" for peak in peaks)
-    return f"| {run.name} | {draft} | {batch:,} | {said / 1e6:,.0f} | {measured} |"
+    cells = [run.name, draft, f"{section['batch_tokens']:,}", f"{said / 1e6:,.0f}"]
+    return cells + [cell for peak in peaks for cell in (f"{peak / 1e6:,.0f}", f"{said / peak - 1:+.0%}")]
 
 
 def _planned(config: Path, draft: str) -> float:
@@ -99,20 +100,20 @@ def _resident(pid: int) -> int:
     return total
 
 
-def table(runs: list[Path]) -> str:
+def measured(runs: list[Path]) -> str:
+    """What stands between the marks of the page."""
     about = describe_environment()
-    lines = [
-        f"{about['processor']}, {about['cores']} cores, {about['threads']} thread, torch {about['packages']['torch']}, fp32; "
-        f"{STEPS} steps each.",
-        "",
-        "| run | draft | `batch_tokens` | planned, MB | measured, freed memory returned, MB | planned against it "
-        "| measured as it is, MB | planned against it |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    return "\n".join(lines + [row(run, draft, changes) for run in runs for draft, changes in CASES])
+    machine = f"{about['processor']}, {about['cores']} cores, {about['threads']} thread, torch {about['packages']['torch']}, fp32"
+    heads = ("run", "draft", "`batch_tokens`", "planned, MB")
+    heads += (
+        "measured, freed memory returned, MB",
+        "planned against it",
+        "measured as it is, MB",
+        "planned against it",
+    )
+    lines = [row(run, draft, changes) for run in runs for draft, changes in CASES]
+    return f"{machine}; {STEPS} steps each.\n\n{table(heads, lines)}"
 
 
 if __name__ == "__main__":
-    found = table([Path(place) for place in sys.argv[1:]])
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    publish_text(PAGE, f"{before}{START}\n{found}\n\n{END}{rest.partition(END)[2]}")
+    fill(Path("docs/scaling.md"), "memory", measured([Path(place) for place in sys.argv[1:]]))

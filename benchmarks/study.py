@@ -101,6 +101,25 @@ def study_parser(about: str | None, folder: str, tokens: int, seeds: int, worker
     return parser
 
 
+#: Options that change no number: where things lie, how many work, and that nothing is measured.
+PLACES = ("folder", "environment", "environments", "workers", "page")
+
+
+def command(target: str, parser: argparse.ArgumentParser, given: argparse.Namespace) -> str:
+    """The make command that gives this result again; of the run its name alone."""
+    names = [name for name in vars(given) if name not in ("run", *PLACES)]
+    changed = {name: value for name in names if (value := getattr(given, name)) != parser.get_default(name)}
+    options = " ".join(f"--{name}{_words(value)}" for name, value in changed.items())
+    run = "" if given.run == parser.get_default("run") else f" RUN=runs/{given.run.name}"
+    return f"make {target}{run}" + (f' ARGS="{options}"' if options else "")
+
+
+def _words(value: Any) -> str:
+    """An option's values, each with a space before it; of a switch there are none."""
+    values = value if isinstance(value, list) else [] if value is True else [value]
+    return "".join(f" {item}" for item in values)
+
+
 def publish_study(
     name: str, page: str, command: str, rows: list[Entry], text: Callable[[Entry], str], smoke: Path | None = None
 ) -> None:

@@ -110,9 +110,12 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a small setting that proves the way; its numbers mean nothing"
     )
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the page and of studies/tune.json")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the page and studies/tune.json; docs, or runs/bench-tune if quick"
+    )
     arguments = parser.parse_args()
     run: Path = arguments.run
+    out: Path = arguments.out or Path("runs/bench-tune" if arguments.quick else "docs")
     target = Target.load(str(run / "target"))
     drafters: dict[str, Drafter] = {
         "distilled": LMDrafter(DraftLM.load(run / "draft" / "distilled", target)),
@@ -133,8 +136,8 @@ def main() -> None:
         rows += rows_of(name, documents[-1])
     environment = describe_environment()
     study = {"environment": environment, "command": "make bench-tune", "rows": rows}
-    publish_json(arguments.out / "studies" / "tune.json", study)
-    publish_text(arguments.out / "tuning.md", page(rows, [verdict(d) for d in documents], environment))
+    publish_json(out / "studies" / "tune.json", study)
+    publish_text(out / "tuning.md", page(rows, [verdict(d) for d in documents], environment))
 
 
 if __name__ == "__main__":

@@ -32,8 +32,9 @@ the rules at run time with their thresholds. `draftsmith theory` prints what the
 5. **Check.** The best few are decoded for real, beside plain decoding, by the same stopwatch, and the error of the prediction is
    reported. Both sides add up means of verifies, and both take ratios within a round of prompts and the median of the rounds: a
    minimum or a median of either would leave out other parts of the time than the other side's.
-6. **Limits.** The temperature gate is the highest temperature up to which the best setting still pays with its whole interval, the
-   batch limit likewise; the fallback's threshold is the acceptance at which a verify costs what it saves, its window so long that
+6. **Limits.** The temperature gate is the highest temperature up to which, from the one that was chosen for, the best setting pays
+   with its whole interval at all that were tried, the batch limit likewise; what was timed for real decides for its own temperature
+   and batch. The fallback's threshold is the acceptance at which a verify costs what it saves, its window so long that
    the usual acceptance stands three standard errors above that, and the wait before a new trial so long that trials which fail
    cost at most 2 %.
 
@@ -59,6 +60,9 @@ tune:
     - {batch: 1, target_step_ms: 22, draft_step_ms: 1.1, verify_ms: {8: 22.6, 64: 26}, overhead_ms: 0.4}
     - {batch: 32, target_step_ms: 29, draft_step_ms: 1.6, verify_ms: {8: 47, 64: 240}, overhead_ms: 0.6}
 ```
+
+`draft_step_ms` is one for all drafts: where theirs differ, plan for one at a time (`evaluation.drafts=[eagle3]`). Prompt lookup is
+free, Medusa heads draft all their tokens in one step, and prefill is left out.
 
 In a server's loop the rules are a class, `draftsmith.eval.gate.SpeculationGate`; `runtime` in `tune.json` holds its arguments.
 """

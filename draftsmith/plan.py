@@ -47,6 +47,7 @@ class Rates:
 def print_plan(config: Config, rates: Rates = Rates()) -> None:
     """Stages with the reason why each would run, then models with their memory, and the cache. Raises UserError for what cannot
     work."""
+    from draftsmith.data.importers import dump_taps
     from draftsmith.train.memory import LEFT_OUT
 
     work, folder = Work(config, print), RunFolder(config.run)
@@ -57,8 +58,12 @@ def print_plan(config: Config, rates: Rates = Rates()) -> None:
     console = Console()
     console.print(table)
     target = shape_of_target(config, work)
+    if config.cache.imported is not None:  # the cache has the layers of the dump, and its rows once it is read
+        taken = config.cache.model_copy(update={"taps": dump_taps(config.cache.imported, target.blocks)})
+        config = config.model_copy(update={"cache": taken})
     trained = drafts(config, target, work)
-    rows = _expected_rows(config) if reasons["prepare"] else _prepared_rows(config)
+    known = not reasons["prepare" if config.cache.imported is None else "cache"]
+    rows = _prepared_rows(config) if known else _expected_rows(config)
     longest = config.data.max_length if rows is None else int(rows[0].max())
     memory = {name: _memory(config, name, model, target, longest) for name, model in trained.items()}
     console.print(_models(config, target, trained, memory, rates.training))
@@ -67,7 +72,7 @@ def print_plan(config: Config, rates: Rates = Rates()) -> None:
     console.print(f"memory leaves out {LEFT_OUT}")
     measured = _measured_rate(config, work, trained=not reasons["target"]) if rates.measure else None
     times = {"stated": rates.target, "measured on one batch here": measured}
-    console.print(_cache_line(config, target, rows, not reasons["prepare"], times))
+    console.print(_cache_line(config, target, rows, known, times))
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -187,7 +192,7 @@ def _hub_answers() -> bool:
             return True
     except urllib.error.HTTPError:
         return True
-    except OSError:
+    except (OSError, ValueError):  # ValueError: HF_ENDPOINT is no address
         return False
 
 
@@ -251,6 +256,8 @@ def _cache_line(
     """rates: tokens/s of the target, by where they are from."""
     from draftsmith.data.cache.build import cache_bytes
 
+    if size is None and config.cache.imported is not None:
+        return f"cache: size unknown until {config.cache.imported.path} is imported (`draftsmith cache`)"
     if size is None:
         return "cache: size unknown; run `draftsmith prepare` first, or cap every domain in data.train_tokens"
     lengths, shared = size
@@ -292,10 +299,10 @@ def _duration(seconds: float) -> str:
 
 
 def _prepared_rows(config: Config) -> tuple["np.ndarray", "np.ndarray"]:
-    """Tokens of each row, and how many of them it shares with the row before."""
+    """Tokens of each row that is cached, and how many of them it shares with the row before."""
     from draftsmith.data.rows import Rows
 
-    rows = Rows.open(config.run / "rows", "train")
+    rows = Rows.open(config.run / ("imported-rows" if config.cache.imported else "rows"), "train")
     return rows.lengths, rows.shared
 
 
@@ -303,6 +310,8 @@ def _expected_rows(config: Config) -> tuple["np.ndarray", "np.ndarray"] | None:
     """The same before anything is prepared, from the caps, with nothing shared; None where a domain may have no cap."""
     import numpy as np
 
+    if config.cache.imported is not None:
+        return None  # they are the dump's
     data = config.data
     domains = {domain for source in data.sources for domain in source.possible_domains()}
     if not domains or not all(domain in data.train_tokens for domain in domains):

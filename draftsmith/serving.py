@@ -12,6 +12,7 @@ import yaml
 from draftsmith.errors import UserError
 from draftsmith.eval.settings import checked_folder, is_folder, result_name
 from draftsmith.files import check_folder_place
+from draftsmith.run import RunFolder, stamp
 
 Say = Callable[[str], None]
 #: Drafts without weights of their own, and what to do instead.
@@ -31,16 +32,32 @@ def export_run(run: Path, draft: str, fmt: str, out: Path | None, say: Say) -> P
     from draftsmith.models.target import Target
 
     _no_bars()
-    name = result_name(draft)
-    folder, results = draft_folder(run, draft), run / "eval" / f"{name}.json"
-    if not results.exists():
-        say(f"export: {name} was not evaluated; its README will state no expected tokens per verify")
+    name, folder = result_name(draft), draft_folder(run, draft)
+    results = run / "eval" / f"{name}.json"
+    if why := _unfit(results, run, draft, folder):
+        say(f"export: {why}; its README will state no expected tokens per verify")
     place = out if out is not None else run / "export" / fmt / name
     check_folder_place(place)  # before the target is read
     target = Target.load(target_of(run))
-    made = export_draft(folder, target, fmt, place, results=results if results.exists() else None)
+    made = export_draft(folder, target, fmt, place, results=None if why else results)
     say(f"export: {made}; README.md there says how to start the engine")
     return made
+
+
+def _unfit(results: Path, run: Path, draft: str, folder: Path) -> str:
+    """Why a draft's evaluation says nothing of it as it is now; "" where it does, or where the run does not know of what it was."""
+    if not results.exists():
+        return f"{results.stem} was not evaluated"
+    stages = RunFolder(run)
+    record = stages.record(f"eval-acceptance {results.stem}")
+    if record is None:
+        return ""
+    settings = record.get("settings")
+    measured = settings.get("content") if isinstance(settings, dict) else None
+    same = measured == ([stamp(folder, content=False)] if is_folder(draft) else None)
+    if same and all((stages.record(key) or {}).get("id") == known for key, known in record["inputs"].items()):
+        return ""
+    return f"{results.stem} has changed since it was evaluated"
 
 
 def import_head(folder: Path, target: str, out: Path, nested_ids: str, say: Say) -> Path:

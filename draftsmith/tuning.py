@@ -1,8 +1,9 @@
 """What `draftsmith tune` prints: the choice, what was decoded for real, where the page is. Reads tune.json; no torch."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 
 def print_choice(run: Path, say: Callable[[str], None]) -> None:
@@ -26,9 +27,13 @@ def print_choice(run: Path, say: Callable[[str], None]) -> None:
     if document["verified"]:
         Console().print(table)
     say(verdict(document).replace("**", ""))
-    gate = document["runtime"]
+    if document["chosen"]["pays"]:
+        _say_limits(document["runtime"], say)
+    say(f"skill: {run / 'skill-speculative-tuning.md'}")
+
+
+def _say_limits(gate: Mapping[str, Any], say: Callable[[str], None]) -> None:
     say(
         f"temperature up to {gate['most_temperature']:g}, batch up to {gate['most_batch']}, fall back below an acceptance rate of "
         f"{gate['break_even']:.3f} over {gate['window']} verifies"
     )
-    say(f"skill: {run / 'skill-speculative-tuning.md'}")

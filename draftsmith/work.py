@@ -48,14 +48,12 @@ class Work:
 
     @property
     def target_path(self) -> str:
+        """Folder or hub name of the target."""
         path = self.config.target.path
-        return (
-            str(self.run / "target")
-            if path is None
-            else str(Path(path).expanduser())
-            if Path(path).expanduser().exists()
-            else path
-        )
+        if path is None:
+            return str(self.run / "target")
+        local = Path(path).expanduser()
+        return str(local) if local.exists() else path
 
     @property
     def device(self) -> str:

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from draftsmith.errors import UserError
 from draftsmith.eval.decode import Decoding
 from draftsmith.eval.drafters import Committed, Drafter, NoDraft
 from draftsmith.eval.sampling import Sampler
@@ -84,14 +85,21 @@ def measure(
 
     All settings take turns, `repetitions` times, and the texts as well. In every turn the same texts are decoded plainly too, and
     what is timed is scaled to the pace of the machine's median plain step: a slow or fast moment of it makes no setting dear or
-    cheap. Each run is `verifies` verifies long, after a first one. sampler(shape): how it drafts and what is sampled.
+    cheap. Each run is `verifies` verifies long, after a first one, or as many as the target's context has room for. sampler(shape):
+    how it drafts and what is sampled. Raises UserError for a shape that leaves room for none.
     """
     keys: list[Key] = [(name, shape) for name, chosen in shapes.items() for shape in chosen]
     pairs: dict[Key, list[tuple[Run, Run, float]]] = {key: [] for key in keys}
     for turn in range(repetitions * len(keys)):
         name, shape = key = keys[turn % len(keys)]
         assert shape is not None
-        tokens = (verifies + 1) * (shape.depth + 1) + 1  # no text ends before the run does
+        fits = min(verifies, (target.context - shape.depth - 2) // (shape.depth + 1) - 1)
+        if fits < 1:
+            raise UserError(
+                f"tune.K, tune.depth: {shape.depth} tokens ahead leave no room to time two verifies in {target.context} tokens of"
+                " context; lower them"
+            )
+        tokens = (fits + 1) * (shape.depth + 1) + 1  # no text ends before the run does
         room = target.context - tokens - shape.depth
         some = [list(texts[(turn * batch + i) % len(texts)])[-room:] for i in range(batch)]
         sides: list[tuple[Drafter, Shape]] = [
@@ -99,9 +107,7 @@ def measure(
             (Filler() if name == FILLER else drafters[name], shape),
         ]
         plain, own = [
-            timed(
-                target, drafter, some, Decoding(drafted, sampler(drafted), tokens, turn, frozenset()), most=verifies + 1
-            )
+            timed(target, drafter, some, Decoding(drafted, sampler(drafted), tokens, turn, frozenset()), most=fits + 1)
             for drafter, drafted in sides
         ]
         pairs[key].append((plain, own, float(np.mean([len(text) for text in some]))))
@@ -222,10 +228,13 @@ class MeasuredCosts:
 
 
 class GivenCosts:
-    """`StatedCosts` as `Costs`: prefill is left out, a draft step costs the same at every width, and prompt lookup is free."""
+    """`StatedCosts` as `Costs`: prefill is left out, and a draft step costs the same at every width.
 
-    def __init__(self, stated: StatedCosts, free: frozenset[str] = frozenset({"prompt-lookup"})) -> None:
-        self.stated, self._free = stated, free
+    steps: how many forwards a draft needs whatever it drafts, by its name: Medusa heads one, prompt lookup none. Others: the depth.
+    """
+
+    def __init__(self, stated: StatedCosts, steps: Mapping[str, int]) -> None:
+        self.stated, self._steps = stated, steps
 
     def plain(self) -> np.ndarray:
         return np.array([self.stated.target_step_ms / 1000])
@@ -236,7 +245,7 @@ class GivenCosts:
         return (_between(dict(sorted(known.items())), nodes) + self.stated.overhead_ms) / 1000
 
     def draft(self, name: str, shape: Shape) -> np.ndarray:
-        return np.array([0.0 if name in self._free else shape.depth * self.stated.draft_step_ms / 1000])
+        return np.array([self._steps.get(name, shape.depth) * self.stated.draft_step_ms / 1000])
 
     def cycle(self, name: str, shape: Shape) -> np.ndarray:
         return self.draft(name, shape) + self.verify(name, shape.nodes + 1)

@@ -1,7 +1,17 @@
 """The rules at run time: whether the next step should speculate. For a server's loop; numbers only, no model, no clock."""
 
 from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+
+def reached(entries: Iterable[Mapping[str, Any]], name: str, start: float) -> float | None:
+    """How far speculation pays: the largest `name` (temperature, batch) of entries that all `pays`, from `start` on; None if that
+    one does not."""
+    above = sorted((entry[name], entry["pays"]) for entry in entries if entry[name] >= start)
+    return max((value for value, _ in takewhile(lambda pair: pair[1], above)), default=None)
 
 
 @dataclass

@@ -289,9 +289,8 @@ def _record_pool(
         parents = proposal.parents[:, 1:].numpy()
         scores = proposal.scores[:, 1:].numpy()
         level_ends = np.arange(depth) * width**2 + width - 1
-        node = np.zeros(
-            len(rows), dtype=np.int64
-        )  # the true branch's node so far: 0 is the root, −1 it is not in the pool
+        # The true branch's node so far: 0 is the root, −1 it is not in the pool.
+        node = np.zeros(len(rows), dtype=np.int64)
         node[(proposal.sizes <= 1).numpy()] = -1
         everything = np.arange(most)
         for d in range(depth):

@@ -8,6 +8,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from draftsmith.eval.gate import reached
+
 #: vLLM's method, SGLang's algorithm and TensorRT-LLM's decoding type of each kind of draft; None: the engine has none.
 ENGINES: dict[str, tuple[str | None, str | None, str | None]] = {
     "eagle3": ("eagle3", "EAGLE3", "Eagle3"),
@@ -58,13 +60,15 @@ Workload: {workload}.
 
 ### Batch size
 
-Prefill left out, as in a server that batches continuously.
+Predicted, prefill left out, as in a server that batches continuously. Where settings were timed for real, that says whether
+batch {batch} pays.
 
 {batches}
 
 ### Temperature
 
 *Greedy* drafts the likeliest token at every temperature, as engines do by default; the first columns let the draft sample.
+Predicted; where settings were timed for real, that says whether T = {temperature:g} pays.
 
 {temperatures}
 
@@ -128,12 +132,9 @@ def _recommendation(document: Mapping[str, Any]) -> str:
     if not chosen["pays"]:
         return "Plain decoding. The flags below are of the best setting, for the day that costs or the draft change."
     tau = _span(chosen["tokens_per_verify"])
-    gate = runtime["most_temperature"]
     return (
         f"{chosen['draft']}, {chosen['tree']}, {chosen['drafting']} drafting: {tau} tokens per verify. Up to temperature "
-        f"{gate:g} and batch {runtime['most_batch']} as measured; beyond, decode plainly."
-        if gate >= 0
-        else f"{chosen['draft']}, {chosen['tree']}, {chosen['drafting']} drafting: {tau} tokens per verify."
+        f"{runtime['most_temperature']:g} and batch {runtime['most_batch']} as measured; beyond, decode plainly."
     )
 
 
@@ -241,13 +242,11 @@ def _code(language: str, text: str) -> str:
 
 def _rules(document: Mapping[str, Any]) -> str:
     r, heat = document["runtime"], document["temperatures"]
-    greedy = -1.0
-    for entry in heat:
-        if not entry["greedy"]["pays"]:
-            break
-        greedy = entry["temperature"]
+    greedy = reached(
+        [entry | {"pays": entry["greedy"]["pays"]} for entry in heat], "temperature", document["temperature"]
+    )
     highest = "none of those measured" if r["most_temperature"] < 0 else f"{r['most_temperature']:g}"
-    plainly = "none of those measured" if greedy < 0 else f"{greedy:g}"
+    plainly = "none of those measured" if greedy is None else f"{greedy:g}"
     code = "\n".join(
         [
             "from draftsmith.eval.gate import SpeculationGate",

@@ -15,6 +15,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.costs import FILLER, Costs, GivenCosts, MeasuredCosts, describe, measure
 from draftsmith.eval.decode import Decoded, Decoding, decode
 from draftsmith.eval.drafters import Drafter, MedusaDrafter, NoDraft
+from draftsmith.eval.gate import reached
 from draftsmith.eval.metrics import paired_ratio, ratio
 from draftsmith.eval.replay import Trace, record
 from draftsmith.eval.sampling import Sampler
@@ -67,13 +68,13 @@ class Tuner:
 
     def run(self) -> dict[str, Any]:
         """The document (schema 1): workload, costs, ranked settings, the best decoded for real, gates, limits, runtime rules."""
-        hottest = self.settings.temperature
+        hottest, first = self.settings.temperature, self.settings.batches[0]
         traces = {name: self._record(name, hottest, pools=self._pools) for name in self.drafters}
         if hottest > 0 and any(trace.places for trace in traces.values()):
             self._say(
                 "dynamic trees are scored with the draft's likeliest children; with sampled ones they cannot be replayed"
             )
-        costs = self._costs(self.settings.batches[0], self._shapes(traces), hottest > 0)
+        costs = self._costs(first, self._shapes(traces), hottest > 0)
         ranked = rank(traces, costs, self.settings)
         if not ranked:
             raise UserError("tune: no setting has both recordings and costs; state verify_ms for more nodes")
@@ -85,14 +86,19 @@ class Tuner:
         batches = self._batches(best, traces, costs)
         heat = self._temperatures(best, traces, costs)
         # What was decoded for real has the last word where it was decoded: at this temperature and batch.
-        limit = 0 if not pays(judged) else max((entry["batch"] for entry in batches if entry["pays"]), default=0)
+        here = [e for e in heat if e["temperature"] == hottest] + [e for e in batches if e["batch"] == first]
+        for entry in here:
+            entry["pays"] = pays(judged)
+        if not best.candidate.sampled:
+            here[0]["greedy"]["pays"] = pays(judged)
+        gate, limit = reached(heat, "temperature", hottest), reached(batches, "batch", first)
         return {
             "schema": 1,
             "target": {"path": self.target.path, "fingerprint": self.target.fingerprint()},
             "settings": self.settings.model_dump(mode="json"),
             "workload": self._workload(traces),
             "temperature": hottest,
-            "batch": self.settings.batches[0],
+            "batch": first,
             "chosen": _entry(best) | {"speedup": judged, "pays": pays(judged)},
             "verified": verified,
             "unseen": self._unseen(best),
@@ -102,7 +108,7 @@ class Tuner:
             "batches": batches,
             "temperatures": heat,
             "costs": {"stated": bool(self.settings.costs), "rows": costs.table()},
-            "runtime": runtime_rules(best, costs, gate_of(heat) if pays(judged) else -1.0, limit),
+            "runtime": runtime_rules(best, costs, -1.0 if gate is None else gate, int(limit or 0)),
         }
 
     # Recordings.
@@ -168,7 +174,8 @@ class Tuner:
     def _costs(self, batch: int, shapes: Mapping[str, Sequence[Shape]], sampled: bool, verifies: int = 8) -> Costs:
         if self.settings.costs:
             [stated] = [entry for entry in self.settings.costs if entry.batch == batch]
-            return GivenCosts(stated)
+            medusa = [name for name, drafter in self.drafters.items() if isinstance(drafter, MedusaDrafter)]
+            return GivenCosts(stated, dict.fromkeys(medusa, 1) | {LOOKUP: 0})
         temperature = (self.settings.temperature or 1.0) if sampled else 0.0
         if LOOKUP in shapes:  # it offers what it finds: sizes in between have to be timed without it
             shapes = {**shapes, FILLER: _chains(self.settings.K)}
@@ -218,7 +225,7 @@ class Tuner:
         shape = best.candidate.shape
         pools = [(shape.width, shape.confidence_temperature)] if isinstance(shape, Dynamic) else []
         costs = {self.settings.temperature > 0: known}
-        for temperature in sorted(set(self.settings.temperatures)):
+        for temperature in sorted({*self.settings.temperatures, self.settings.temperature}):
             chosen_for = temperature == self.settings.temperature
             trace = traces[draft] if chosen_for else self._record(draft, temperature, pools)
             sampled = temperature > 0
@@ -340,16 +347,6 @@ class Tuner:
 
     def _say(self, line: str) -> None:
         self.say(f"tune: {line} ({time.monotonic() - self._started:.0f} s)")
-
-
-def gate_of(heat: Sequence[Mapping[str, Any]]) -> float:
-    """The highest temperature up to which every measured one pays; −1 if the lowest does not."""
-    gate = -1.0
-    for entry in heat:
-        if not entry["pays"]:
-            break
-        gate = float(entry["temperature"])
-    return gate
 
 
 def _chains(longest: int) -> list[Shape]:

@@ -28,8 +28,8 @@ class TuneSettings(Settings):
     """What is tried, and how often it is measured.
 
     The prompts, their length, how much is generated, the domains and drafts are those of `evaluation`; the yardsticks `untrained`
-    and `oracle` are left out. temperature: the one to choose for; temperatures: those up to which speculation may pay (the gate is
-    one of them); K: the longest chain; depth: of the deepest tree; budgets: drafted nodes of a tree; widths: children of a dynamic
+    and `oracle` are left out. temperature: the one to choose for; temperatures: others up to which speculation may pay (the gate is
+    one of these); K: the longest chain; depth: of the deepest tree; budgets: drafted nodes of a tree; widths: children of a dynamic
     tree's node; confidence_temperatures: of dynamic trees (engines have 1 alone); batches: sequences decoded together, the first is
     the one to choose for. prompts: per domain; repetitions: of each timing, in turn; verified: how many of the best settings are
     decoded for real, on timed_prompts prompts. costs: of another machine, instead of timing this one; one entry per batch size.

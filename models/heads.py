@@ -89,9 +89,8 @@ def load_head(folder: Path, config_type: type, build: Callable[[Any, DraftVocabu
     vocabulary = _vocabulary(d2t, t2d, config.target_vocabulary, folder)
     if getattr(config, "layers", config.heads) > len(tensors):  # so many need hours to be made, even without weights
         raise UserError(f"{folder}/config.json: more layers or heads than model.safetensors has tensors; restore it")
-    hollow = _hollow(
-        build, config, vocabulary, folder
-    )  # the weights say how much memory a head may take, not its configuration
+    # The weights say how much memory a head may take, not its configuration.
+    hollow = _hollow(build, config, vocabulary, folder)
     _check_shapes({name: value.shape for name, value in hollow.state_dict().items()}, tensors, folder)
     head = _possible(lambda: build(config, vocabulary), folder)
     head.load_state_dict(tensors)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from chaos import Campaign, outcome
+from chaos import Campaign, finished, outcome
 from chaos_page import KINDS, MAY_STOP, section, study_rows
 from chaos_run import Ended
 
@@ -71,6 +71,17 @@ def test_only_kinds_that_the_user_has_to_know_of_may_be_refused(
     if expected == "stopped or failed":
         expected = "stopped" if kind in MAY_STOP else "failed"
     assert outcome(kind, ends, stopped, lost) == expected
+
+
+def test_faults_of_other_code_do_not_count_as_done(tmp_path: Path) -> None:
+    lines = [
+        {"number": 2, "code": "this"},
+        {"number": 0, "code": "other"},
+        {"number": 1},
+        {"number": 0, "code": "this"},
+    ]
+    (journal := tmp_path / "chaos.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [fault["number"] for fault in finished(journal, "this")] == [0, 2]
 
 
 def faults(**change: Any) -> list[dict[str, Any]]:

@@ -73,12 +73,16 @@ class Checkpoints:
         return None
 
     def read(self, place: Path) -> tuple[dict[str, Any], Tensors]:
-        """State and tensors of one checkpoint. Raises where a file is missing or is not what was written."""
+        """State and tensors of one checkpoint. Raises where a file is missing or is not what was written, UserError where another
+        version wrote it."""
         state = json.loads((place / STATE).read_text(encoding="utf-8"))
-        if not isinstance(state, dict) or state.get("schema") != SCHEMA:
-            raise ValueError(f"{STATE} is not of this version")
-        if state.pop("digest") != digest(state):
+        if not isinstance(state, dict) or state.pop("digest") != digest(state):
             raise ValueError(f"{STATE} does not have its own digest")
+        if state["schema"] != SCHEMA:
+            raise UserError(
+                f"{place}: a checkpoint of schema {state['schema']}, and this version of Draftsmith writes {SCHEMA}; "
+                "go on with the version that began the run, or delete the folder to begin again"
+            )
         if place != self._place(state["step"]):
             raise ValueError(f"{STATE} is of step {state['step']}")
         names = [*TENSORS, *({SOURCE} & set(state["digests"]))]

@@ -6,7 +6,6 @@ at others. Which one counts is chosen on other held-out rows than are decoded in
 Writes docs/studies/peers.json and docs/peers.md; what is done is a line of `<folder>/runs.jsonl` and is not done again.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -26,7 +25,7 @@ from safetensors.torch import load_file
 from states import held_out, write_states
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from study import Entry, Journal, do_missing, publish_study, study_parser
+from study import Entry, Journal, command, do_missing, publish_study, study_parser
 
 from draftsmith.files import digest
 from draftsmith.models.eagle import EagleHead
@@ -182,14 +181,6 @@ def chosen_rates(journal: Journal) -> dict[str, float | None]:
     return {peer: best_of(list(journal.found.values()), peer)["job"]["rate"] for peer in PEERS}
 
 
-def command(parser: argparse.ArgumentParser, given: argparse.Namespace) -> str:
-    """The make command that gives this result again."""
-    left_out = ("run", "folder", "environments", "workers")  # they change no number
-    changed = {k: v for k, v in vars(given).items() if k not in left_out and v != parser.get_default(k)}
-    options = " ".join(f"--{key}" if value is True else f"--{key} {value}" for key, value in changed.items())
-    return f'make bench-peers ARGS="{options}"' if options else "make bench-peers"
-
-
 def main() -> None:
     parser = study_parser(__doc__, "runs/bench-peers", tokens=24_000, seeds=2, workers=1)
     parser.add_argument("--environments", type=Path, default=Path(".peers"), help="where the peers are installed")
@@ -209,7 +200,7 @@ def main() -> None:
         longer = replace(plan, folder=folder.with_name(f"{given.longer}-tokens-longer"), tokens=given.longer)
         lasting = run_longer(longer, chosen_rates(journal), given.workers)
         rows += longer_rows(list(lasting.found.values()), given.longer)
-    publish_study("peers", "peers", command(parser, given), rows, page, folder if given.quick else None)
+    publish_study("peers", "peers", command("bench-peers", parser, given), rows, page, folder if given.quick else None)
 
 
 if __name__ == "__main__":

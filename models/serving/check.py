@@ -14,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftsmith.errors import UserError, first_line, listed
-from draftsmith.models.heads import FLOATS
 from draftsmith.models.serving.layouts import IDS, LAYOUTS, Expected, Layout, expand
 
 WEIGHTS = "model.safetensors"
-STORED = ("F64", "F32", "F16", "BF16", "BOOL", "I64")  # safetensors' names of what an LM that is not quantised holds
+#: safetensors' names of what an LM that is not quantised holds, and torch's.
+STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool", "I64": "int64"}
 INDEX = "model.safetensors.index.json"
 
 
@@ -39,8 +39,8 @@ def _read_object(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files. Raises UserError for pickles alone, for none, for damaged files, for quantised
-    weights, and where an index says that the files are others."""
+    """All tensors of a folder's safetensors files. Raises UserError for pickles alone, for none, for damaged files, and where an
+    index says that the files are others."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         if pickles := sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]):
@@ -57,12 +57,6 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
                 tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
         except (OSError, SafetensorError, RuntimeError) as error:
             raise UserError(f"{path}: not readable ({error}); download or export it again") from error
-        for name, value in tensors.items():
-            if value.is_floating_point() and value.dtype not in FLOATS:
-                kind = str(value.dtype).removeprefix("torch.")
-                raise UserError(
-                    f"{path}: {name} is stored as {kind}: quantised weights; take the head as it was before"
-                )
         if twice := sorted(found.keys() & tensors.keys()):
             raise UserError(f"{path}: {twice[0]} is in another file of the folder, too; keep one of them")
         found |= tensors
@@ -71,10 +65,11 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def check_stored(folder: Path) -> None:
-    """Raises UserError for an LM whose weights are quantised (loaded without their scales, they would be other numbers), or whose
-    index names other files than there are."""
+def stored_types(folder: Path) -> set[str]:
+    """The types of an LM's tensors, such as "bfloat16". Raises UserError where its weights are quantised (loaded without their
+    scales, they would be other numbers), and where its index names other files than there are."""
     places: dict[str, str] = {}
+    found: set[str] = set()
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as reader:
@@ -87,7 +82,9 @@ def check_stored(folder: Path) -> None:
                 raise UserError(
                     f"{path}: {name} is stored as {kind}: quantised weights; take the draft as it was before"
                 )
+            found.add(STORED[kind])
     _check_index(folder, places, all_named=False)  # another copy of the weights may lie beside them
+    return found
 
 
 def _check_index(folder: Path, places: Mapping[str, str], all_named: bool = True) -> None:

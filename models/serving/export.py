@@ -21,7 +21,7 @@ from draftsmith.models.eagle import KINDS, EagleHead
 from draftsmith.models.fields import Fields
 from draftsmith.models.heads import check_weights, head_kind
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.serving.check import WEIGHTS, check_folder, check_stored, read_config
+from draftsmith.models.serving.check import WEIGHTS, check_folder, read_config, stored_types
 from draftsmith.models.serving.configs import absolute, engine_config, rope_keys
 from draftsmith.models.serving.layouts import FORMATS
 from draftsmith.models.serving.names import engine_name
@@ -94,8 +94,7 @@ def _load(source: Path, target: Target) -> EagleHead | MedusaHeads | DraftLM:
 
 def _load_lm(source: Path, target: Target) -> DraftLM:
     """An ordinary LM, with what its loader takes without a word refused."""
-    if any(source.glob("*.safetensors")):
-        check_stored(source)
+    stored_types(source)
     draft = DraftLM.load(source, target)
     config = Fields(f"{source}/config.json", read_config(source))
     for key in ("max_position_embeddings", "n_positions"):
@@ -144,8 +143,8 @@ def _dtype(source: Path, tensors: Mapping[str, Tensor]) -> str:
 
 def _write_lm(source: Path, target: Target, folder: Path, K: int) -> tuple[str, ...]:
     """An ordinary `transformers` folder with as many tokens as the target, its RoPE settings in old and new keys. Returns notes."""
-    config, notes = read_config(source), []
-    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+    types, notes = stored_types(source) - {"bool", "int64"}, []
+    stored = types.pop() if len(types) == 1 else "float32"  # in which all of several types are exact
     model = load_model(str(source), stored)
     rows = model.get_output_embeddings().weight.shape[0]
     if rows != target.vocabulary:

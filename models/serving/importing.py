@@ -92,7 +92,6 @@ def import_draft(
         StrictDataclassError,
     ) as error:  # of layers made with values that no layer has
         raise UserError(f"{folder}/config.json: a value is impossible ({first_line(error)}); correct it") from error
-    check_weights({given.spelt.get(name, name): value for name, value in given.tensors.items()}, str(folder))
     tensors = given.tensors | {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
 
     def write(partial: Path) -> None:
@@ -123,9 +122,8 @@ def _read(folder: Path) -> _Given:
     tensors: dict[str, Tensor] = {}
     spelt: dict[str, str] = {}
     for name, value in read_tensors(folder).items():
-        if name.endswith(
-            "rotary_emb.inv_freq"
-        ):  # older `transformers` stored RoPE's frequencies, which follow from the settings
+        # Older `transformers` stored RoPE's frequencies, which follow from the settings.
+        if name.endswith("rotary_emb.inv_freq"):
             continue
         for part, reason in FOREIGN.items():
             if part in name:
@@ -134,6 +132,7 @@ def _read(folder: Path) -> _Given:
         if ours in tensors:
             raise UserError(f"{folder}: {name} and {spelt[ours]} are the same tensor in two spellings; remove one")
         tensors[ours], spelt[ours] = value, name
+    check_weights({spelt[name]: value for name, value in tensors.items()}, str(folder))
     return _Given(folder, whole, inner, tensors, spelt, [])
 
 

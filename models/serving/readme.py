@@ -61,6 +61,8 @@ def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
         "domain": str(entry["domain"]),
         "temperature": float(entry["temperature"]),
         "K": K,
+        "tree": str(entry.get("tree", "chain")),
+        "drafting": str(entry.get("drafting", "")),
         "tokens_per_verify": {key: float(mean[key]) for key in ("value", "low", "high")} if "value" in mean else {},
         "survival": shares,
     }
@@ -192,15 +194,21 @@ def _expected(about: About) -> list[str]:
         "Tokens per verify (1 is plain decoding), measured by Draftsmith's decoder on held-out prompts, with 95 % intervals. The",
         "accepted share by position is of all verifies; 1 plus its sum is the mean acceptance length that vLLM reports, but for",
         "verifies that the end of a text cuts short.",
+        *["Of a chain as deep as a tree less is accepted."] * any(entry["tree"] != "chain" for entry in entries),
         "",
-        "| domain | temperature | K | tokens per verify | accepted at position 1, 2, … |",
+        "| domain | temperature | drafted | tokens per verify | accepted at position 1, 2, … |",
         "|---|---|---|---|---|",
     ]
     for entry in entries:
-        mean = entry.get("tokens_per_verify") or {}
-        shown = (
-            "not measured" if "value" not in mean else f"{mean['value']:.2f} ({mean['low']:.2f} to {mean['high']:.2f})"
-        )
-        shares = ", ".join(f"{100 * share['value']:.0f} %" for share in entry.get("survival", []) if "value" in share)
-        lines.append(f"| {entry['domain']} | {entry['temperature']:g} | {entry.get('K', '')} | {shown} | {shares} |")
+        mean = entry["tokens_per_verify"]
+        shown = f"{mean['value']:.2f} ({mean['low']:.2f} to {mean['high']:.2f})" if mean else "not measured"
+        shares = ", ".join(f"{100 * share['value']:.0f} %" for share in entry["survival"])
+        lines.append(f"| {entry['domain']} | {entry['temperature']:g} | {_tried(entry)} | {shown} | {shares} |")
     return [*lines, ""]
+
+
+def _tried(entry: Mapping[str, Any]) -> str:
+    """What was drafted: "chain of 5, sampled"."""
+    K, tree = entry["K"], entry["tree"]
+    shape = f"chain of {K}" if tree == "chain" else f"{tree}, {K} deep"
+    return shape + (f", {entry['drafting']}" if entry["temperature"] > 0 and entry["drafting"] else "")

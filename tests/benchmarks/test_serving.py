@@ -4,8 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from kit import tiny_target
+
+from draftsmith.eval.drafters import LMDrafter, NoDraft
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from serving import OurDecoder
 from serving_compare import Side, compare, paired
 from serving_page import study_rows, table, write_table
 
@@ -17,6 +21,19 @@ ABOUT = {"draft": "eagle3", "layout": "vllm", "method": "eagle3", "K": 3, "spoil
 def fewer(steps):
     """The same verifies with nothing accepted after the first position, as off-by-one taps leave it."""
     return [[[drafted, min(accepted, 1)] for drafted, accepted in prompt] for prompt in steps]
+
+
+def test_our_side_begins_behind_the_first_new_token_and_counts_the_last_verify_whole():
+    """A perfect draft of 3 tokens: four a verify behind the first one, and all of the last verify's, though the cap cuts it."""
+    target = tiny_target()
+    decoder = OurDecoder(target, [[9, 8, 7], [20, 21, 22, 23]], new_tokens=12)
+    plain = [decoded.tokens for decoded in decoder.plain]
+    side = decoder.side(LMDrafter(target), 3)
+    assert side.tokens == plain
+    assert side.steps == [[[3, 3]] * -(-(len(tokens) - 1) // 4) for tokens in plain]
+    assert max(map(len, plain)) == 12
+    nothing = decoder.side(NoDraft(), 3)
+    assert (nothing.tokens, nothing.steps) == (plain, [[], []]), "a verify without a draft is none"
 
 
 def test_equal_sides_agree_and_count_as_vllm_counts():

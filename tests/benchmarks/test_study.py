@@ -13,7 +13,7 @@ import decode_page
 import distill_page
 import eagle_page
 import study
-from study import Journal, do_missing, publish_study, rounded, study_text
+from study import Journal, command, do_missing, publish_study, rounded, study_parser, study_text
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {
@@ -63,6 +63,19 @@ def test_a_page_is_made_from_the_numbers_that_are_written_down(tmp_path, monkeyp
     assert written["rows"][0]["value"] == 0.33333333
     assert written["rows"][0]["count"] == 123_456_789
     assert (tmp_path / "page.md").read_text() == str(written["rows"])
+
+
+def test_the_command_of_a_study_names_what_changes_its_numbers_and_nothing_else():
+    parser = study_parser("about", "runs/some", tokens=100, seeds=3, workers=2)
+    parser.add_argument("--limits", action="store_true")
+    parser.add_argument("--K", type=int, nargs="+", default=[3])
+
+    def made(*options: str) -> str:
+        return command("some", parser, parser.parse_args(options))
+
+    assert made("--folder", "elsewhere", "--workers", "7", "--tokens", "100") == "make some"
+    assert made("--limits", "--seeds", "5", "--K", "3", "5") == 'make some ARGS="--seeds 5 --limits --K 3 5"'
+    assert made("/somebody/runs/wide") == "make some RUN=runs/wide"
 
 
 @pytest.mark.parametrize("name", PAGES)

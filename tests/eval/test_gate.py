@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from draftsmith.eval.gate import SpeculationGate
+from draftsmith.eval.gate import SpeculationGate, reached
 
 
 def gate(**changes):
@@ -65,6 +65,21 @@ def test_at_break_even_it_goes_on_and_steady_good_traffic_never_falls_back():
     for _ in range(100):
         exact.observe(2, 5)
         assert exact.should_speculate()
+
+
+@pytest.mark.parametrize(
+    ("pays", "start", "found"),
+    [
+        ((True, True, False), 0.0, 0.5),
+        ((True, False, True), 0.0, 0.0),
+        ((False, True, True), 0.0, None),
+        ((False, True, True), 0.5, 1.0),
+        ((True, True, False), 1.0, None),
+    ],
+)
+def test_a_limit_is_the_last_of_those_that_pay_from_the_choice_on_whatever_their_order(pays, start, found):
+    entries = [{"temperature": t, "pays": p} for t, p in zip((0.0, 0.5, 1.0), pays, strict=True)]
+    assert reached(entries, "temperature", start) == reached(entries[::-1], "temperature", start) == found
 
 
 def test_a_step_of_the_gate_takes_less_than_fifty_microseconds():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from kit import near_copy, tiny_target
 
+from draftsmith.errors import UserError
 from draftsmith.eval import timing
 from draftsmith.eval.costs import FILLER, PLAIN, MeasuredCosts, measure
 from draftsmith.eval.decode import Decoding
@@ -122,6 +123,15 @@ def test_costs_do_not_follow_the_pace_of_the_machine_and_keep_settings_apart(clo
         assert costs.start("d", lengths)[:, 0] == pytest.approx(FORWARD + (TOKEN + READ) * (lengths - 1))
         assert costs.start(PLAIN, lengths)[:, 0] == pytest.approx(FORWARD + TOKEN * (lengths - 1))
         assert len(costs.table()) == 5
+
+
+def test_a_long_draft_is_timed_on_as_many_verifies_as_the_context_has_room_for(clock):
+    target, drafters = slow_target(clock), {"d": Slow(clock)}
+    shape = chain_shape(30)  # of 256 tokens: nine verifies of 31 would not fit
+    timings = measure(target, drafters, {"d": [shape]}, texts(), lambda shape: Sampler(0.0), 1, repetitions=1)
+    assert timings["d", shape].cycle == pytest.approx(30 * STEP + FORWARD + 31 * TOKEN + REST)
+    with pytest.raises(UserError, match="100 tokens ahead leave no room"):
+        measure(target, drafters, {"d": [chain_shape(100)]}, texts(), lambda shape: Sampler(0.0), 1, repetitions=1)
 
 
 def test_what_the_tuner_predicts_is_what_it_then_measures_and_what_the_account_gives(clock):

@@ -12,11 +12,12 @@ from draftsmith.eval.replay import Replayed, record
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.settings import EvalSettings
 from draftsmith.eval.tree import Dynamic, chain_shape, level_shape
-from draftsmith.eval.tune import Tuner, gate_of
+from draftsmith.eval.tune import Tuner
 from draftsmith.eval.tune_predict import Candidate, Prediction, candidates, predict, rank, runtime_rules
 from draftsmith.eval.tune_settings import StatedCosts, TuneSettings
 
 STATED = StatedCosts(target_step_ms=20, draft_step_ms=1, verify_ms={1: 20, 5: 22, 9: 26}, overhead_ms=0.5)
+STEPS = {"prompt-lookup": 0, "medusa": 1}
 SMALL = {
     "K": 4,
     "depth": 3,
@@ -47,7 +48,7 @@ def traced(drafter, temperature=0.0, depth=4, **more):
 
 
 def test_predicted_time_is_verifies_times_draft_verify_and_overhead_over_tokens_times_a_plain_step():
-    trace, costs = traced(LMDrafter(near_copy())), GivenCosts(STATED)
+    trace, costs = traced(LMDrafter(near_copy())), GivenCosts(STATED, STEPS)
     for shape, cycle in (
         (chain_shape(4), 4 * 1 + 22.5),
         (chain_shape(1), 1 + 20.5 + 0.5),
@@ -65,7 +66,7 @@ def test_a_verify_of_prompt_lookup_costs_what_was_found_for_it():
     """Added up over the verifies of a real decoding: a node count, and with it a cost, per verify."""
     target, texts = tiny_target(), [[9, 8, 7] * 4, [5, 6] * 5, [11, 12, 13, 14, 15]]
     plain = run(target, NoDraft(), chain_shape(1), Sampler(0.0), texts)
-    trace, costs = record(target, PromptLookup(), plain, Sampler(0.0), depth=4), GivenCosts(STATED)
+    trace, costs = record(target, PromptLookup(), plain, Sampler(0.0), depth=4), GivenCosts(STATED, STEPS)
     decoded = run(target, PromptLookup(), chain_shape(4), Sampler(0.0), texts)
     sizes = [v.drafted for r in decoded for v in r.trace]
     assert len(set(sizes)) > 1
@@ -75,9 +76,11 @@ def test_a_verify_of_prompt_lookup_costs_what_was_found_for_it():
 
 
 def test_stated_costs_are_interpolated_and_not_extended():
-    costs = GivenCosts(STATED)
+    costs = GivenCosts(STATED, STEPS)
     assert costs.verify("d", 3)[0] == pytest.approx(0.0215)
     assert costs.plain()[0] == pytest.approx(0.02)
+    steps = {name: costs.draft(name, chain_shape(4))[0] for name in ("d", "medusa", "prompt-lookup")}
+    assert steps == pytest.approx({"d": 0.004, "medusa": 0.001, "prompt-lookup": 0.0})
     with pytest.raises(KeyError):
         costs.verify("d", 10)
     ranked = rank({"d": traced(LMDrafter(near_copy()), pools=[(3, 1.0)])}, costs, TuneSettings(**SMALL))
@@ -143,7 +146,7 @@ def test_the_rules_at_run_time_follow_from_costs_and_scatter():
         np.zeros((1, 1)),
         np.zeros((1, 1)),
     )
-    rules = runtime_rules(found, GivenCosts(STATED), 1.0, 8)
+    rules = runtime_rules(found, GivenCosts(STATED, STEPS), 1.0, 8)
     assert rules["break_even"] == pytest.approx(0.5 / 4)
     assert rules["window"] == 50  # (3 · 1.5 / 1.5)² = 9 would do, and is too few to trust
     assert rules["retry_after"] == 50 * 0.5 / 0.02
@@ -152,21 +155,12 @@ def test_the_rules_at_run_time_follow_from_costs_and_scatter():
         50
         < runtime_rules(
             Prediction(found.candidate, close, found.speculative, found.plain, found.start, found.start_plain),
-            GivenCosts(STATED),
+            GivenCosts(STATED, STEPS),
             1.0,
             8,
         )["window"]
         <= 1000
     )
-
-
-def test_the_gate_is_the_last_temperature_of_those_that_pay_from_the_lowest_on():
-    def heat(*pays):
-        return [{"temperature": t, "pays": p} for t, p in zip((0.0, 0.5, 1.0), pays, strict=True)]
-
-    assert gate_of(heat(True, True, False)) == 0.5
-    assert gate_of(heat(True, False, True)) == 0.0
-    assert gate_of(heat(False, True, True)) == -1.0
 
 
 def tuned(costs, drafters=None, say=lambda line: None, **changes):
@@ -197,6 +191,30 @@ def test_a_plan_from_stated_costs_is_right_where_it_is_decoded_and_knows_its_lim
     assert [entry["temperature"] for entry in document["temperatures"]] == [0.0, 1.0]
     assert document["workload"]["prompts"] == {"a": 2, "b": 2}
     assert document["unseen"] == {}
+
+
+def test_the_temperature_that_is_chosen_for_is_among_those_that_are_measured():
+    document = tuned([StatedCosts(target_step_ms=20, draft_step_ms=1, verify_ms={16: 24})], temperatures=(1.0,))
+    assert [entry["temperature"] for entry in document["temperatures"]] == [0.0, 1.0]
+    assert document["chosen"]["pays"]
+    assert document["runtime"]["most_temperature"] >= 0
+
+
+@pytest.mark.parametrize(("draft_ms", "measured"), [(15, 1.2), (1, 0.8)])
+def test_what_was_timed_for_real_decides_whatever_was_predicted_for_its_temperature_and_batch(
+    draft_ms, measured, monkeypatch
+):
+    """The choice and the rules at run time then say the same."""
+    timed = {"speedup": {"value": measured, "low": measured - 0.1, "high": measured + 0.1, "count": 4}}
+    monkeypatch.setattr(Tuner, "_verify", lambda self, predictions: [timed])
+    costs = [StatedCosts(target_step_ms=20, draft_step_ms=draft_ms, verify_ms={16: 24 * draft_ms})]
+    document = tuned(costs, temperatures=(0.0,), prompts=1, verified=1)
+    assert (document["candidates"][0]["speedup_predicted"]["low"] > 1) != (measured > 1), "prediction and timing differ"
+    assert document["chosen"]["pays"] == (measured > 1)
+    [heat], [batch] = document["temperatures"], document["batches"]
+    assert heat["pays"] == heat["greedy"]["pays"] == batch["pays"] == (measured > 1)
+    limits = (document["runtime"]["most_temperature"], document["runtime"]["most_batch"])
+    assert limits == ((0.0, 1) if measured > 1 else (-1.0, 0))
 
 
 def test_where_nothing_pays_the_rules_refuse_everything():

@@ -63,6 +63,11 @@ def test_plan_without_a_network_gives_the_published_parameters_and_the_cache_siz
     assert tokens * 5 < megabytes * 1e6 < tokens * (8 * config.cache.k + 64)
 
 
+def test_an_address_of_the_hub_that_is_none_counts_as_no_answer(offline, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "hub.example.org")
+    assert not plan._hub_answers()
+
+
 def test_a_hub_name_without_an_answer_and_without_a_kept_shape_is_refused_in_one_line(offline, tmp_path):
     config = load_config(
         FOLDER / "gpt2-medium_gpt2.yaml", [f"run_root={tmp_path}", "target.path=nobody/nothing"]

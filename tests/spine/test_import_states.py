@@ -42,12 +42,16 @@ def test_a_head_is_trained_on_an_imported_dump(tmp_path: Path, capsys: pytest.Ca
         torch.save(fields | {"input_ids": ids, "loss_mask": torch.ones_like(ids)}, dump / f"data_{number}.ckpt")
 
     imported = ("cache.imported.layers=[0,1,2]",)
+    section = [f"cache.imported.path={dump}", "cache.imported.format=specforge", *imported]
+    assert run("plan", config, *section) == 0
+    assert "cache: size unknown until" in " ".join(capsys.readouterr().out.split())
     assert run("import-states", config, "--from", dump, "--format", "specforge", *imported) == 0
     manifest = tmp_path / "runs" / "exp" / "cache" / "manifest.json"
     assert '"format": "specforge"' in manifest.read_text()
     assert "keep in" in capsys.readouterr().out
     written = manifest.stat().st_mtime_ns
-    section = [f"cache.imported.path={dump}", "cache.imported.format=specforge", *imported]
+    assert run("plan", config, *section) == 0
+    assert "cache: 120 tokens in 6 rows" in " ".join(capsys.readouterr().out.split())
     assert run("train-eagle", config, *section) == 0
     assert manifest.stat().st_mtime_ns == written  # not made again
     assert (tmp_path / "runs" / "exp" / "eagle" / "head" / "model.safetensors").is_file()

@@ -13,6 +13,7 @@ from kit import tiny_target_folder
 from draftsmith.cli import main
 from draftsmith.models.eagle import EagleHead
 from draftsmith.models.target import Target
+from draftsmith.run import stamp
 
 
 def run_folder(tmp_path, path="null"):
@@ -46,6 +47,29 @@ def test_a_head_of_a_run_is_exported_with_its_evaluation_and_imported_again(tmp_
     assert command("import", folder, "--target", run / "target", "--out", tmp_path / "back") == 0
     assert "import: eagle3 at" in capsys.readouterr().out
     assert EagleHead.load(tmp_path / "back", target).config == EagleHead.load(run / "eagle" / "mine", target).config
+
+
+def test_an_evaluation_of_earlier_weights_or_of_another_folder_is_not_told_as_the_drafts_own(tmp_path, capsys):
+    run, _ = run_folder(tmp_path)
+    shutil.copytree(run / "eagle" / "mine", tmp_path / "theirs" / "mine")
+    (run / "stages").mkdir()
+    trained, evaluated = (run / "stages" / f"{key}.json" for key in ("train-eagle.mine", "eval-acceptance.mine"))
+    trained.write_text(json.dumps({"id": "now", "inputs": {}, "outputs": {}}))
+
+    def told(draft, inputs, **settings):
+        record = {"id": "x", "inputs": inputs, "outputs": {}, "settings": settings}
+        evaluated.write_text(json.dumps(record))
+        assert command("export", run, "--draft", draft, "--to", "vllm", "--out", tmp_path / "out") == 0
+        said = "2.00 (1.50 to 2.50)" in (tmp_path / "out" / "README.md").read_text()
+        assert ("has changed since it was evaluated" in capsys.readouterr().out) != said
+        return said
+
+    folder = tmp_path / "theirs" / "mine"
+    assert told("mine", {"train-eagle mine": "now"})
+    assert not told("mine", {"train-eagle mine": "before"})
+    assert not told(str(folder), {}), "the run's own draft was evaluated, not this one"
+    assert told(str(folder), {}, content=[stamp(folder, content=False)])
+    assert not told("mine", {}, content=[stamp(folder, content=False)])
 
 
 def test_what_is_not_there_is_one_line(tmp_path, capsys):

@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from kit import a_batch, a_head, tiny_target
 from torch import Tensor
 
+import draftsmith.train.checkpoint as checkpoint
 import draftsmith.train.loop as loop
 from draftsmith.data.batches import Batch
 from draftsmith.errors import Stopped, UserError
@@ -167,3 +168,17 @@ def test_in_bf16_every_tensor_moves_near_fp32_masters_and_the_same_after_a_resum
         drift += float((whole[name] - exact[name]).norm() ** 2)
         assert (whole[name] - exact[name]).norm() < 0.05 * exact[name].norm(), name
     assert 0 < drift < moved
+
+
+def test_a_checkpoint_of_another_version_is_refused_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows()
+    with monkeypatch.context() as older:
+        older.setattr(checkpoint, "SCHEMA", 1)
+        with pytest.raises(Stopped):
+            rows.train(
+                tmp_path / "run", SETTINGS, lambda _, step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None
+            )
+    kept = sorted((tmp_path / "run").rglob("*"))
+    with pytest.raises(UserError, match=r"checkpoint of schema 1, and this version of Draftsmith writes"):
+        rows.train(tmp_path / "run", SETTINGS)
+    assert sorted((tmp_path / "run").rglob("*")) == kept

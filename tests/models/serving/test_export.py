@@ -213,6 +213,21 @@ def test_a_draft_lm_is_an_ordinary_model_with_the_targets_rows_and_tokenizer(tmp
         assert torch.equal(target.model.generate(ids, assistant_model=model, max_new_tokens=6, do_sample=False), plain)
 
 
+@pytest.mark.parametrize(("stored", "stated"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_draft_lm_keeps_the_type_that_it_is_stored_in_whatever_its_configuration_says(tmp_path, stored, stated):
+    target = Target.load(tiny_target_folder(tmp_path))
+    draft = DraftLM.from_scratch(target, "half", 0)
+    draft.model.to(getattr(torch, stored))
+    draft.save(tmp_path / "lm", target)
+    config = json.loads((tmp_path / "lm" / "config.json").read_text())
+    (tmp_path / "lm" / "config.json").write_text(json.dumps(config | {"dtype": stated}))
+    folder = export_draft(tmp_path / "lm", target, "vllm", tmp_path / "out")
+    source, found = (load_file(place / "model.safetensors") for place in (tmp_path / "lm", folder))
+    assert {value.dtype for value in found.values()} == {getattr(torch, stored)}
+    assert all(torch.equal(value, source[name]) for name, value in found.items())
+    assert json.loads((folder / "config.json").read_text())["dtype"] == stored
+
+
 def test_a_draft_with_fewer_rows_than_its_target_is_padded_and_that_is_said(tmp_path):
     target = Target.load(tiny_target_folder(tmp_path, "padded-vocab"))
     tiny_target().model.save_pretrained(tmp_path / "lm")
@@ -233,7 +248,8 @@ def test_the_readme_starts_the_engine_and_says_what_was_measured(tmp_path):
         "K": 4,
         "tokens_per_verify": {"value": 2.5, "low": 2.25, "high": 2.75},
     }
-    (tmp_path / "eval.json").write_text(json.dumps({"schema": 1, "results": [entry | {"survival": [share]}]}))
+    tree = {"domain": "code", "temperature": 1.0, "K": 4, "tree": "dynamic-32", "drafting": "sampled"}
+    (tmp_path / "eval.json").write_text(json.dumps({"schema": 1, "results": [entry | {"survival": [share]}, tree]}))
     for engine in FORMATS:
         export_draft(tmp_path / "head", target, engine, tmp_path / engine, results=tmp_path / "eval.json")
     text = {engine: (tmp_path / engine / "README.md").read_text() for engine in FORMATS}
@@ -246,7 +262,9 @@ def test_the_readme_starts_the_engine_and_says_what_was_measured(tmp_path):
     assert f"--config {tmp_path / 'trtllm'}/speculative.yaml" in text["trtllm"]
     assert "eagle3_layers_to_capture: [0, 1, 2]" in (tmp_path / "trtllm" / "speculative.yaml").read_text()
     for engine in ENGINES:
-        assert "| code | 0 | 4 | 2.50 (2.25 to 2.75) | 50 % |" in text[engine]
+        assert "| code | 0 | chain of 4 | 2.50 (2.25 to 2.75) | 50 % |" in text[engine]
+        assert "| code | 1 | dynamic-32, 4 deep, sampled | not measured |  |" in text[engine]
+        assert "Of a chain as deep as a tree less is accepted." in text[engine]
         assert "confidence output was left out" in text[engine]
     spec = json.loads((tmp_path / "speculators" / "config.json").read_text())["speculators_config"]
     assert spec["proposal_methods"][0]["speculative_tokens"] == 4
