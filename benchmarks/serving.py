@@ -177,11 +177,21 @@ def _heads_reversed(export: Path) -> None:
     save_file({renamed(name): tensor for name, tensor in tensors.items()}, file)
 
 
+def _tokens_off_by_one(export: Path) -> None:
+    """Every draft token stands for the one after its own."""
+    file = export / "model.safetensors"
+    tensors = load_file(file)
+    vocabulary = json.loads((export / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    tensors["d2t"] = tensors["d2t"] + (ids + 1 < vocabulary)
+    save_file(tensors, file)
+
+
 #: What vLLM loads without complaint and drafts badly with, by method.
 SPOILT: dict[str, dict[str, Callable[[Path], None]]] = {
     "eagle3": {
         "taps off by one": _config(lambda config: {IDS: [i - 1 for i in config[IDS]]}),
-        "wrong residual": _config(lambda config: {"norm_before_residual": not config["norm_before_residual"]}),
+        "tokens off by one": _tokens_off_by_one,
     },
     "eagle": {"bias in the configuration": _config(lambda config: {"bias": True})},
     "medusa": {"heads in reverse order": _heads_reversed},
