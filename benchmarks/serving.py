@@ -178,12 +178,10 @@ def _heads_reversed(export: Path) -> None:
 
 
 def _tokens_off_by_one(export: Path) -> None:
-    """Every draft token stands for the one after its own."""
+    """Every draft token has the output row of the one before."""
     file = export / "model.safetensors"
     tensors = load_file(file)
-    vocabulary = json.loads((export / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-    tensors["d2t"] = tensors["d2t"] + (ids + 1 < vocabulary)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(1, 0)
     save_file(tensors, file)
 
 

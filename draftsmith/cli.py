@@ -238,7 +238,7 @@ def eval_acceptance(
     ] = None,
 ) -> None:
     """Measure alpha, tokens per verify, speed and exactness of every draft; hold them against thresholds or a saved result."""
-    from draftsmith.evaluate import MISSED, Gates, judge
+    from draftsmith.evaluate import MISSED, Gates, check_asked, judge
     from draftsmith.evaluate import again as measure_again
 
     if again is not None:
@@ -249,7 +249,9 @@ def eval_acceptance(
         return
     if config is None:
         raise UserError("eval-acceptance: give a config, or --again with a result")
-    run = _run(_load(config, overrides), "eval-acceptance")
+    loaded = _load(config, overrides)
+    check_asked(draft or (), loaded.config.evaluation.drafts)
+    run = _run(loaded, "eval-acceptance")
     at_fault = _print_results(run)
     missed = judge(run, Gates(min_tokens_per_verify, min_alpha, min_speedup, baseline, draft or ()), say)
     if at_fault or missed:

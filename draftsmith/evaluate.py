@@ -121,10 +121,18 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
+def check_asked(asked: Sequence[str], evaluated: Sequence[str]) -> None:
+    """Raises UserError for a draft that is to be judged and is not evaluated."""
+    names = [result_name(draft) for draft in evaluated]
+    if unknown := [draft for draft in asked if result_name(draft) not in names]:
+        raise UserError(
+            f"--draft {unknown[0]}: not evaluated by this config; there are {', '.join(names)}, and evaluation.drafts takes more"
+        )
+
+
 def _judged(documents: Mapping[str, Any], gates: Gates) -> list[str]:
+    check_asked(gates.drafts, list(documents))
     asked = [result_name(draft) for draft in gates.drafts]
-    if unknown := [name for name in asked if name not in documents]:
-        raise UserError(f"--draft {unknown[0]}: not evaluated by this config; there are {', '.join(documents)}")
     return asked or [name for name in documents if name not in UNLEARNT] or list(documents)
 
 

@@ -105,6 +105,10 @@ def draft_folder(run: Path, draft: str) -> Path:
             else "train one (draftsmith distill CONFIG, draftsmith train-eagle CONFIG), or give a folder (with a slash)"
         )
         raise UserError(f"{run}: no trained draft {draft!r}; {remedy}")
+    if (known[draft] / "checkpoints").exists():
+        raise UserError(
+            f"{known[draft]}: its training is not finished; run the command that trains it again, then export"
+        )
     return known[draft]
 
 

@@ -20,7 +20,7 @@ from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import Proposal, Shape, as_shape, depths_of
 from draftsmith.models.draft import DraftLM
 from draftsmith.models.eagle import KINDS, EagleHead
-from draftsmith.models.heads import check_target, head_kind
+from draftsmith.models.heads import check_target, foreign_head, head_kind
 from draftsmith.models.kv import KVCache
 from draftsmith.models.lm import LanguageModel
 from draftsmith.models.medusa import MedusaHeads
@@ -265,6 +265,10 @@ def as_drafter(draft: Any, target: Target) -> Drafter:
     if isinstance(draft, str | Path):
         folder = Path(draft)
         kind = head_kind(folder)
+        if kind is None and (foreign := foreign_head(folder)):
+            raise UserError(
+                f"{folder}: a head in an engine's layout ({foreign}); `draftsmith import` makes it one of ours"
+            )
         loads = MedusaHeads.load if kind == "medusa" else EagleHead.load if kind in KINDS else DraftLM.load
         draft = loads(folder, target)  # whatever else it is, loading it as a causal LM says what is wrong
     if isinstance(draft, EagleHead | MedusaHeads):

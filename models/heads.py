@@ -54,11 +54,24 @@ def save_head(head: nn.Module, config: Any, vocabulary: DraftVocabulary, folder:
 
 def head_kind(folder: Path) -> str | None:
     """`kind` of the head in a folder; None where there is no head."""
-    try:
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("kind")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
+    kind = _said(folder).get("kind")
     return kind if isinstance(kind, str) else None
+
+
+def foreign_head(folder: Path) -> str:
+    """The class of the head that a folder holds in the layout of an engine; "" where it holds none."""
+    named = _said(folder).get("architectures")
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    return next((name for name in names if "eagle" in name.lower() or "medusa" in name.lower()), "")
+
+
+def _said(folder: Path) -> dict[str, Any]:
+    """What config.json says; nothing where it cannot be read."""
+    try:
+        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def read_config(folder: Path, config_type: type) -> Any:

@@ -1,9 +1,12 @@
 """Thresholds, baselines and contradictions of an evaluation, on results made by hand; what they exit with."""
 
 import json
+from importlib import resources
+from pathlib import Path
 
 import pytest
 
+from draftsmith.cli import main
 from draftsmith.errors import UserError
 from draftsmith.eval.decode import Verify
 from draftsmith.eval.metrics import metrics
@@ -123,3 +126,12 @@ def test_a_result_without_prompts_cannot_be_measured_again(tmp_path):
     path = written(tmp_path, "eagle3", GOOD) / "eval" / "eagle3.json"
     with pytest.raises(UserError, match="did not keep all that a second run needs; evaluate again"):
         again(path, print)
+
+
+def test_a_draft_that_is_to_be_judged_and_is_not_evaluated_is_refused_before_anything_runs(tmp_path, capsys):
+    config = Path(str(resources.files("draftsmith.configs"))) / "demo-tiny.yaml"
+    with pytest.raises(SystemExit) as end:
+        main(["eval-acceptance", str(config), f"run_root={tmp_path / 'runs'}", "--draft", "nobody"])
+    assert end.value.code == 2
+    assert "--draft nobody: not evaluated by this config" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

@@ -11,6 +11,8 @@ from exports import saved
 from kit import tiny_target_folder
 
 from draftsmith.cli import main
+from draftsmith.errors import UserError
+from draftsmith.eval.decode import as_drafter
 from draftsmith.models.eagle import EagleHead
 from draftsmith.models.target import Target
 from draftsmith.run import stamp
@@ -70,6 +72,23 @@ def test_an_evaluation_of_earlier_weights_or_of_another_folder_is_not_told_as_th
     assert not told(str(folder), {}), "the run's own draft was evaluated, not this one"
     assert told(str(folder), {}, content=[stamp(folder, content=False)])
     assert not told("mine", {}, content=[stamp(folder, content=False)])
+
+
+def test_a_head_whose_training_is_not_finished_is_not_exported(tmp_path, capsys):
+    run, _ = run_folder(tmp_path)
+    (run / "eagle" / "mine" / "checkpoints").mkdir()
+    assert command("export", run, "--draft", "mine", "--to", "vllm") == 2
+    assert "its training is not finished" in capsys.readouterr().err
+    assert not (run / "export").exists()
+
+
+def test_an_exported_head_given_as_a_draft_is_said_to_be_imported_first(tmp_path):
+    run, target = run_folder(tmp_path)
+    assert command("export", run, "--draft", "mine", "--to", "vllm") == 0
+    with pytest.raises(
+        UserError, match=r"a head in an engine's layout \(LlamaForCausalLMEagle3\); `draftsmith import`"
+    ):
+        as_drafter(run / "export" / "vllm" / "mine", target)
 
 
 def test_what_is_not_there_is_one_line(tmp_path, capsys):
