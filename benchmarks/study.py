@@ -115,9 +115,15 @@ def command(target: str, parser: argparse.ArgumentParser, given: argparse.Namesp
 
 
 def _words(value: Any) -> str:
-    """An option's values, each with a space before it; of a switch there are none."""
+    """An option's values, each with a space before it; of a switch there are none. A path is told from the working directory, one
+    outside of it by its name: where a machine keeps things is nobody's business."""
     values = value if isinstance(value, list) else [] if value is True else [value]
-    return "".join(f" {item}" for item in values)
+    return "".join(f" {_told(item) if isinstance(item, Path) else item}" for item in values)
+
+
+def _told(path: Path) -> str:
+    whole, here = path.resolve(), Path.cwd().resolve()
+    return str(whole.relative_to(here)) if whole.is_relative_to(here) else whole.name
 
 
 def publish_study(

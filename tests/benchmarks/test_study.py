@@ -78,6 +78,16 @@ def test_the_command_of_a_study_names_what_changes_its_numbers_and_nothing_else(
     assert made("/somebody/runs/wide") == "make some RUN=runs/wide"
 
 
+def test_the_command_of_a_study_holds_no_path_of_the_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parser = study_parser(None, "runs/some", 20, 3, 1)
+    parser.add_argument("--foreign", type=Path, nargs="+")
+    given = parser.parse_args(
+        ["--foreign", f"{tmp_path}/runs/foreign/one", "runs/two", f"{tmp_path.parent}/elsewhere/three"]
+    )
+    assert command("some", parser, given) == 'make some ARGS="--foreign runs/foreign/one runs/two three"'
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_each_page_in_docs_is_what_its_study_says(name):
     page, text = PAGES[name]
