@@ -1,6 +1,7 @@
 """A `transformers` causal LM behind one `forward`: logits, last state, taps; right-padded batches; KV cache; token trees.
 
-The model is used as it comes (hooks read the taps, nothing is patched). Conventions: `last` is the state after the final
+The model is used as it comes (hooks read the taps; on some CPUs its linear layers multiply the other way round,
+`models/products.py`). Conventions: `last` is the state after the final
 norm, so `head(last)` are the logits; tap i is the residual-stream output of block i, counted from 0, before any final norm.
 Knows neither tokenizers nor files nor which of its users is the target and which the draft.
 """
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from draftsmith.errors import UserError
 from draftsmith.models.kv import KVCache, attention_mask
+from draftsmith.models.products import few_rows_fast
 
 RUNNING_STATE = "its layers keep a running state that cannot be rolled back to an earlier token"
 ALIBI = "its ALiBi biases go by place in the cache, where the nodes of a token tree stand side by side"
@@ -39,10 +41,11 @@ class LMOutput:
 
 
 class LanguageModel:
-    """One causal LM. `model` is the `transformers` module, untouched."""
+    """One causal LM. `model` is the `transformers` module, its weights untouched."""
 
     def __init__(self, model: Any) -> None:
         refuse_unsupported(model.config)
+        few_rows_fast(model)
         self.model = model
         self.config = model.config.get_text_config()
         self.width: int = self.config.hidden_size
