@@ -15,6 +15,7 @@ from draftsmith.models.heads import head_kind, head_shape, read_config
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads, new_medusa_heads
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
+from draftsmith.train.feeder import batch_plan
 from draftsmith.train.held_out import HeldOut
 from draftsmith.train.loop import Log, Summary, train
 from draftsmith.train.losses import make_loss
@@ -93,7 +94,9 @@ def new_head(
         intermediate=settings.intermediate,
         head_from_target=settings.head_from_target,
         sample_taps=sample_taps(reader)[:, columns] if reader is not None and settings.embedding_start else None,
-        slots=CachedSlots(target, reader, columns) if reader is not None and settings.states_start else None,
+        slots=CachedSlots(target, reader, columns, rows_in_turn(reader, settings, seed))
+        if reader is not None and settings.states_start
+        else None,
         seed=seed,
         inputs=settings.inputs,
         fc_bias=settings.fc_bias,
@@ -168,18 +171,28 @@ def sample_taps(reader: AnyCache, rows: int = 8) -> torch.Tensor:
     return torch.cat([torch.from_numpy(reader[i].taps) for i in range(min(rows, len(reader)))])
 
 
+def rows_in_turn(reader: AnyCache, settings: EagleTrainSettings, seed: int) -> list[int]:
+    """The rows that a training reads, each once, in the order in which it comes to them."""
+    plan = batch_plan(reader.lengths, settings, seed)
+    return list(dict.fromkeys(row for step in plan for micro in step for row in micro))
+
+
 @dataclass(frozen=True)
 class CachedSlots:
-    """The slots of the cache's first rows, row by row, as many as the regressions of a start need: 16 for each of their inputs."""
+    """The slots of these rows of the cache, row by row, as many as the regressions of a start need: 16 for each of their inputs.
+
+    rows: of those that will be trained on, so that a start sees nothing that the training does not see.
+    """
 
     target: Target
     reader: AnyCache
     columns: Sequence[int]
+    rows: Sequence[int]
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[Slots]:
         embed, seen = self.target.model.get_input_embeddings(), 0
-        for row in (self.reader[index] for index in range(len(self.reader))):
+        for row in (self.reader[index] for index in self.rows):
             if seen >= 16 * self.target.width * max(len(self.columns), 2):
                 return
             seen += len(row.token_ids)

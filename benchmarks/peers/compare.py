@@ -36,8 +36,14 @@ HERE = Path(__file__).parent
 RATES = {"speculators": (3e-3, 1e-2, 3e-2), "specforge": (3e-3, 1e-2, 1e-3)}
 #: Our recipe with one thing changed: towards the peers', or where it may be improved.
 ABLATIONS: dict[str, dict[str, Any]] = {
-    "without the start from the embedding": {"embedding_start": False},
-    "without it, and a random output head": {"embedding_start": False, "head_from_target": False},
+    "a start from the embedding": {"states_start": False},
+    "a random start": {"states_start": False, "embedding_start": False},
+    "a random start, of the output head too": {
+        "states_start": False,
+        "embedding_start": False,
+        "head_from_target": False,
+    },
+    "without the feature loss": {"feature_loss": 0.0},
     "three rollouts": {"rollouts": 3},
     "the normed state fed back": {"norm_state": True},
     "adaptive KL and TV": {"loss": "adaptive_kl_tv"},

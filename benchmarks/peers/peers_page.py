@@ -183,11 +183,11 @@ Processor seconds of one thread; ours with its validations. Longer rollouts cost
 
 #: (what, ours, speculators', SpecForge's)
 DIFFERENCES = (
-    ("start of the layer", "passes the joined token's embedding on", "random", "random"),
+    ("start of the layer", "the best linear guess of the target's next state, from the same rows", "random", "random"),
     ("output head", "the target's rows, trained", "the target's rows, frozen", "random, trained"),
     (
         "loss",
-        "KL against the target's own probabilities; mass outside the draft's vocabulary is lost",
+        "KL against the target's own probabilities, mass outside the draft's vocabulary is lost; regression to its last state",
         "KL against the target renormalised over the draft's vocabulary",
         "cross-entropy against the same, only where the target's likeliest token is in that vocabulary",
     ),

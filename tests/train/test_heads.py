@@ -30,6 +30,7 @@ from draftsmith.train.eagle import (
     supervised_counts,
     train_eagle,
 )
+from draftsmith.train.feeder import batch_plan
 from draftsmith.train.losses import forward_kl, plain
 from draftsmith.train.objectives import EagleObjective, MedusaObjective
 from draftsmith.train.rollout import rollout
@@ -156,14 +157,39 @@ def test_every_kind_trains_is_loaded_by_its_path_and_decodes_exactly(tmp_path, t
     assert [d.tokens for d in drafted] == [p.tokens for p in plain_runs]
 
 
+def test_a_start_reads_the_rows_of_the_training_and_no_others(tmp_path, target):
+    rows = tiny_rows(tmp_path, [24, 30, 18, 25, 26, 31, 22, 20])
+    build_cache(
+        target, rows, tmp_path / "cache", CacheSettings(distribution="topk", state_codec="fp32", last=True, k=20)
+    )
+    reader = CacheReader(tmp_path / "cache")
+    settings = EagleTrainSettings(tokens=70, batch_tokens=64, states_start=True, embedding_start=False)
+    trained = {row for step in batch_plan(reader.lengths, settings, 3) for micro in step for row in micro}
+    assert len(trained) < len(reader)
+    read = []
+
+    class Watched:
+        lengths, taps, tokens = reader.lengths, reader.taps, reader.tokens
+
+        def __len__(self):
+            return len(reader)
+
+        def __getitem__(self, index):
+            read.append(index)
+            return reader[index]
+
+    new_head(target, reader.taps, draft_vocabulary(reader, target, None), settings, Watched(), 3)
+    assert set(read) == trained
+
+
 def test_the_slots_of_a_start_are_the_caches_rows_with_the_token_and_the_state_that_follow(tmp_path, target):
     rows = tiny_rows(tmp_path, [24, 30, 18])
     build_cache(
         target, rows, tmp_path / "cache", CacheSettings(distribution="topk", state_codec="fp32", last=True, k=20)
     )
     reader = CacheReader(tmp_path / "cache")
-    found = list(CachedSlots(target, reader, [2, 0]))
-    assert [len(slots.taps) for slots in found] == [23, 29, 17]
+    found = list(CachedSlots(target, reader, [2, 0], [2, 1]))
+    assert [len(slots.taps) for slots in found] == [17, 29]
     row, slots = reader[1], found[1]
     token_ids = torch.from_numpy(row.token_ids).long()
     for t in (0, 13, 28):
