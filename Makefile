@@ -18,7 +18,7 @@ FIND_PYTHON = for python in $(PYTHON) python3 python3.13 python3.12 python3.11; 
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done
 
 .PHONY: help setup demo $(STAGES) plan show-mask regenerate report export test test-long lint
-.PHONY: format types clean bench-decode bench-tune bench-cache bench-cache-speed bench-scaling study-distill chaos test-serving study-eagle bench-peers smollm2
+.PHONY: format types clean bench-decode bench-tune bench-cache bench-cache-speed bench-scaling study-distill chaos test-serving study-eagle bench-peers smollm2 study-smollm2
 .DEFAULT_GOAL := help
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make regenerate        answers of the target itself to the questions of the data; with CONFIG=FILE"
 	@echo "make report RUN=DIR    rebuilds the report of a run"
 	@echo "make smollm2           a real target without a model hub: SmolLM2-135M-Instruct, for configs/smollm2-135m.yaml"
+	@echo "make study-smollm2     EAGLE-3 against EAGLE-1 on that target, the same tokens and tree; an hour, goes on where it stopped"
 	@echo "make export            a draft for an engine; with RUN=DIR, DRAFT=eagle3, TO=vllm|sglang|trtllm|speculators|transformers"
 	@echo "These read the finished run RUN=DIR (default $(RUN)):"
 	@echo "make test-serving      the drafts of a finished run RUN=DIR in vLLM, against our decoder; installs it into the user's cache first"
@@ -90,6 +91,10 @@ chaos: setup
 
 smollm2: setup
 	$(BIN)/python benchmarks/smollm2.py
+
+study-smollm2: smollm2
+	$(BIN)/draftsmith cache configs/smollm2-135m.yaml
+	$(BIN)/python benchmarks/smollm2_study.py $(ARGS)
 
 export: setup
 	$(BIN)/draftsmith export $(RUN) --draft $(DRAFT) --to $(TO) $(ARGS)

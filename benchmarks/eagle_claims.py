@@ -62,7 +62,8 @@ CLAIMS = [
     ),
     Claim(
         DECODING,
-        "the same with what may help on its own: the last block among the taps, feature loss, whole distribution as teacher",
+        "the same with what may help on its own: the last block among the taps, feature loss, whole distribution as teacher, "
+        "a start from the target's states",
         "eagle3, all that helps",
         "eagle1",
         (*CHAINS, *TREES),

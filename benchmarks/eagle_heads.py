@@ -23,7 +23,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "eagle1": EAGLE1,
     "eagle3": EAGLE3,
     "eagle3, low, middle and last tap": EAGLE3 | {"taps": "with last"},
-    "eagle3, all that helps": EAGLE3 | {"taps": "with last", "feature_loss": REGRESSION, "teacher": "full"},
+    "eagle3, all that helps": EAGLE3
+    | {"taps": "with last", "feature_loss": REGRESSION, "teacher": "full", "states_start": True},
     "eagle3, no rollouts": EAGLE3 | {"rollouts": 1},
     "plain start": PLAIN,
     "plain start, no rollouts": PLAIN | {"rollouts": 1},

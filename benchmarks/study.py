@@ -21,6 +21,7 @@ from draftsmith.data.rows import Rows
 from draftsmith.environment import describe_environment
 from draftsmith.files import publish_text
 from draftsmith.models.target import Target
+from draftsmith.serving import target_of
 
 Entry = dict[str, Any]
 DOCS = Path("docs")
@@ -86,7 +87,7 @@ def opened(run: Path) -> tuple[Target, Rows]:
     """The target and the held-out rows of a run, loaded once in each process, which computes with one thread."""
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    return Target.load(run / "target"), Rows.open(run / "rows", "held_out")
+    return Target.load(target_of(run)), Rows.open(run / "rows", "held_out")
 
 
 def study_parser(about: str | None, folder: str, tokens: int, seeds: int, workers: int) -> argparse.ArgumentParser:
