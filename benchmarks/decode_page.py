@@ -12,7 +12,8 @@ PAGE = """# The decoder, measured
 Made by `make bench-decode` from a finished demo; the numbers are in `docs/studies/decode.json`. All sides are timed in one
 process, in turn on every prompt; a ratio's 95 % interval is bootstrapped over prompts. The *heavy twin* computes the same
 function as the demo's target at about twelve times its cost (blocks whose output projections are zero), so acceptance stays
-real while the target's cost dominates, as it does for models that are served.
+real while the target's cost dominates, as it does for models that are served. Ours and `transformers` run the same model
+object, so what makes its products faster (`models/few_rows.py`) serves both.
 
 **What a speed-up is predicted from.** `tokens_per_verify / (verify_cost + K · draft_cost)`, costs in plain target steps.
 `verify_cost` is the median time of one target forward over the tree's nodes, the root included, over that of a forward over

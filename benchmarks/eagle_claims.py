@@ -250,6 +250,14 @@ CLAIMS = [
     Claim(HEAD, "Ours: the output head starts from the target's rows", "plain start", "random head", LOSSES, 0),
     Claim(HEAD, "Ours: the layer starts by passing the embedding on", "eagle3", "plain start", LOSSES, 0),
     Claim(
+        HEAD,
+        "Ours: it starts as the best linear guess of the target's next state",
+        "eagle3, start from the states",
+        "eagle3",
+        LOSSES,
+        0,
+    ),
+    Claim(
         HEAD, "EAGLE-3's code: a quarter of 128k is enough. Here all against half", "eagle3", "eagle3, V/2", LOSSES, 0
     ),
     Claim(HEAD, "the same: half against a quarter", "eagle3, V/2", "eagle3, V/4", LOSSES, 0),

@@ -43,6 +43,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "full teacher, -log acceptance": EAGLE3 | {"teacher": "full", "loss": "negative_log_acceptance"},
     "full teacher, adaptive": EAGLE3 | {"teacher": "full", "loss": "adaptive_kl_tv"},
     "full teacher, TV": EAGLE3 | {"teacher": "full", "loss": "total_variation"},
+    "eagle3, start from the states": EAGLE3 | {"states_start": True},
     "random head": PLAIN | {"head_from_target": False},
     "eagle3, V/2": EAGLE3 | {"draft_vocabulary": 2048},
     "eagle3, V/4": EAGLE3 | {"draft_vocabulary": 1024},

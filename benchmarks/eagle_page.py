@@ -180,6 +180,7 @@ ADVICE = [
     ("full teacher, KL", "eagle3", "`cache.distribution: from_last`", "keep the sampled teacher"),
     ("plain start", "random head", "leave `head_from_target` on", "set `head_from_target: false`"),
     ("eagle3", "plain start", "leave `embedding_start` on", "set `embedding_start: false`"),
+    ("eagle3, start from the states", "eagle3", "set `states_start`", "leave `states_start` off"),
     (
         "eagle3",
         "eagle3, V/2",

@@ -29,8 +29,8 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (  # Llama's, for tar
 
 from draftsmith.errors import UserError
 from draftsmith.models.eagle_start import Slots, leading_directions, start_from_embedding, start_from_states
+from draftsmith.models.few_rows import few_rows_fast
 from draftsmith.models.heads import load_head, save_head
-from draftsmith.models.products import few_rows_fast
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
 
@@ -209,7 +209,8 @@ class EagleHead(nn.Module):
                 rope_parameters=config.rope_parameters,
             )
         )
-        few_rows_fast(self)
+        if target.device.type == "cpu":
+            few_rows_fast(self)
         self._target = [target]  # in a list, so that it is not registered: its weights are its own
 
     @property

@@ -44,7 +44,7 @@ def start_from_states(head: "EagleHead", slots: Iterable[Slots], down: Tensor) -
     guesses h_{t+1} − g_t, what the layer has to add to its residual g_t. Attention starts by looking at its own slot, and value and
     output projection are that guess, of the rank that there are value dimensions.
 
-    slots: read twice. down: [H, W], from the target's width to the head's (the identity where they are equal).
+    slots: read three times. down: [H, W], from the target's width to the head's (the identity where they are equal).
     """
     embedding_norm, feature_norm, norm = head.first_layer.input_layernorm, head.first_layer.hidden_norm, head.norm
     assert norm is not None

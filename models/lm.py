@@ -1,9 +1,9 @@
 """A `transformers` causal LM behind one `forward`: logits, last state, taps; right-padded batches; KV cache; token trees.
 
-The model is used as it comes (hooks read the taps; on some CPUs its linear layers multiply the other way round,
-`models/products.py`). Conventions: `last` is the state after the final
-norm, so `head(last)` are the logits; tap i is the residual-stream output of block i, counted from 0, before any final norm.
-Knows neither tokenizers nor files nor which of its users is the target and which the draft.
+The model is used as it comes: hooks read the taps, and nothing is patched but that on some CPUs its linear layers multiply the
+other way round (`models/few_rows.py`). Conventions: `last` is the state after the final norm, so `head(last)` are the logits;
+tap i is the residual-stream output of block i, counted from 0, before any final norm. Knows neither tokenizers nor files nor
+which of its users is the target and which the draft.
 """
 
 import functools
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.errors import UserError
+from draftsmith.models.few_rows import few_rows_fast
 from draftsmith.models.kv import KVCache, attention_mask
-from draftsmith.models.products import few_rows_fast
 
 RUNNING_STATE = "its layers keep a running state that cannot be rolled back to an earlier token"
 ALIBI = "its ALiBi biases go by place in the cache, where the nodes of a token tree stand side by side"

@@ -83,6 +83,11 @@ def new_head(
     if settings.kind == "medusa":
         return new_medusa_heads(target, vocabulary, settings.rollouts)
     columns = tap_columns(taps, settings)
+    slots = sample = None
+    if reader is not None and settings.states_start:
+        slots = CachedSlots(target, reader, columns, rows_in_turn(reader, settings, seed))
+    elif reader is not None and settings.embedding_start:
+        sample = sample_taps(reader)[:, columns]
     return new_eagle_head(
         target,
         [taps[i] for i in columns] if settings.kind == "eagle3" else (),
@@ -93,10 +98,8 @@ def new_head(
         kv_heads=settings.kv_heads,
         intermediate=settings.intermediate,
         head_from_target=settings.head_from_target,
-        sample_taps=sample_taps(reader)[:, columns] if reader is not None and settings.embedding_start else None,
-        slots=CachedSlots(target, reader, columns, rows_in_turn(reader, settings, seed))
-        if reader is not None and settings.states_start
-        else None,
+        sample_taps=sample,
+        slots=slots,
         seed=seed,
         inputs=settings.inputs,
         fc_bias=settings.fc_bias,

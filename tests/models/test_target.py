@@ -135,3 +135,26 @@ def test_weights_that_do_not_fit_their_configuration_are_refused_and_never_fille
 def test_a_tokenizer_larger_than_the_output_head_is_refused(tmp_path):
     with pytest.raises(UserError, match="tokenizer has"):
         Target.load(tiny_target_folder(tmp_path, vocabulary=100))
+
+
+@pytest.mark.parametrize(
+    ("tree_error", "rounding", "accepted"),
+    [(0.0012, 0.0002, True), (0.0012, 1e-6, False), (0.03, 0.5, False), (float("nan"), 0.001, False)],
+)
+def test_what_rounding_does_to_a_models_own_logits_is_no_error_of_its_trees_up_to_a_bound(
+    monkeypatch, tree_error, rounding, accepted
+):
+    model = tiny_model()
+    monkeypatch.setattr(Target, "_probe", lambda _target: (0.0, tree_error, rounding))
+    if accepted:
+        Target(model)
+    else:
+        with pytest.raises(UserError, match="a branch of a token tree gets other logits than alone"):
+            Target(model)
+
+
+def test_the_rounding_of_a_probe_is_seen_and_is_small():
+    head_error, tree_error, rounding = tiny_target()._probe()
+    assert head_error == 0.0
+    assert 0.0 <= rounding < 1e-4
+    assert tree_error < 1e-4

@@ -163,7 +163,7 @@ def test_a_start_reads_the_rows_of_the_training_and_no_others(tmp_path, target):
         target, rows, tmp_path / "cache", CacheSettings(distribution="topk", state_codec="fp32", last=True, k=20)
     )
     reader = CacheReader(tmp_path / "cache")
-    settings = EagleTrainSettings(tokens=70, batch_tokens=64, states_start=True, embedding_start=False)
+    settings = EagleTrainSettings(tokens=70, batch_tokens=64, states_start=True)
     trained = {row for step in batch_plan(reader.lengths, settings, 3) for micro in step for row in micro}
     assert len(trained) < len(reader)
     read = []
