@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks" / "peers"))
 import cache_page
 import decode_page
 import distill_page
 import eagle_page
+import peers_page
 import study
 from study import Journal, command, do_missing, publish_study, rounded, study_parser, study_text
 
@@ -21,6 +23,7 @@ PAGES = {
     "decode": ("decoding", lambda found: decode_page.page(found["rows"], found["environment"])),
     "distill": ("distillation", distill_page.page),
     "eagle": ("eagle", eagle_page.page),
+    "peers": ("peers", peers_page.page),
 }
 
 
