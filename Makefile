@@ -18,7 +18,7 @@ FIND_PYTHON = for python in $(PYTHON) python3 python3.13 python3.12 python3.11; 
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done
 
 .PHONY: help setup demo $(STAGES) plan show-mask regenerate report export test test-long lint
-.PHONY: format types clean bench-decode bench-tune bench-cache bench-cache-speed bench-scaling study-distill chaos test-serving study-eagle bench-peers smollm2 study-smollm2
+.PHONY: format types clean bench-decode bench-tune bench-cache bench-cache-speed bench-scaling study-distill chaos test-serving study-eagle bench-peers smollm2 study-smollm2 bench-few-rows
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make study-distill     losses, draft sizes and teachers against each other, under an hour"
 	@echo "make study-eagle       the EAGLE papers' claims one by one, under 90 minutes; goes on where it stopped"
 	@echo "make bench-cache-speed caching against the bare target forward, and where the time goes"
+	@echo "make bench-few-rows    what models/few_rows.py is worth on this machine; two minutes"
 	@echo "make bench-peers       our EAGLE-3 recipe against those of speculators and SpecForge, which it installs (3 GB); half an hour"
 	@echo "make bench-scaling     the figures of docs/scaling.md, from the functions that plan asks; seconds"
 	@echo "make chaos             two hundred injected faults, compared with an undisturbed run; at most 20 minutes a call"
@@ -82,6 +83,9 @@ bench-cache-speed: setup
 
 bench-peers: setup
 	$(BIN)/python benchmarks/peers/compare.py $(RUN) $(ARGS)
+
+bench-few-rows: setup
+	$(BIN)/python benchmarks/few_rows.py $(RUN) $(ARGS)
 
 bench-scaling: setup
 	$(BIN)/python benchmarks/scaling.py

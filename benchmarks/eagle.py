@@ -63,13 +63,12 @@ def job(row: str, tokens: int, seed: int) -> Job:
 
 
 def jobs(tokens: int, seeds: int) -> list[Job]:
-    """The claim's rows with all their seeds, then every other row seed by seed; of the long ones the first seed comes earlier."""
+    """The claim's rows with all their seeds, then every other row seed by seed; of the long ones the first seed alone."""
     first = [job(row, tokens, seed) for seed in range(seeds) for row in FIRST]
     others = [[job(row, tokens, seed) for row in ROWS if row not in FIRST] for seed in range(seeds)]
-    long = [[job(row, tokens, seed) for row in LONG] for seed in range(seeds)]
+    long = [job(row, tokens, 0) for row in LONG]
     tuned = [job(row, tokens, TUNING_SEED) for row in TUNED]
-    rounds = [*others[:1], *long[:1], *others[1:], *long[1:]]
-    return [*tuned, *first, *(one for entries in rounds for one in entries)]
+    return [*first, *(one for entries in others for one in entries), *long, *tuned]
 
 
 def quick_jobs() -> list[Job]:
