@@ -342,6 +342,11 @@ def new_eagle_head(
             if head_from_target or sample_taps is not None or slots is not None:
                 rows = target.model.get_output_embeddings().weight[vocabulary.target_ids.to(target.device)]
                 rows = rows.detach().float().cpu()
+                if width > target.width:
+                    raise UserError(
+                        f"EAGLE head: {width} is wider than the target, which it cannot start from; set head_from_target, "
+                        f"embedding_start and states_start to false, or width to at most {target.width}"
+                    )
                 if width != target.width:
                     down = leading_directions(rows, width)
             if head_from_target:

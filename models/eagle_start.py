@@ -108,9 +108,15 @@ def leading_directions(rows: Tensor, count: int) -> Tensor:
 
 
 def _ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """M [out, in] that minimises Σ ‖M x − y‖² + λ ‖M‖² over pairs of x [n, in] and y [n, out]; λ is `RIDGE` of Σ x² / in."""
+    """M [out, in] that minimises Σ ‖M x − y‖² + λ ‖M‖² over pairs of x [n, in] and y [n, out]; λ is `RIDGE` of Σ x² / in. Raises
+    UserError for no pairs, or inputs that are zero."""
     inner = outer = torch.zeros((), dtype=torch.float64)
     for x, y in pairs:
         inner, outer = inner + (x.T @ x).double(), outer + (x.T @ y).double()
+    if inner.ndim == 0 or not inner.any():
+        raise UserError(
+            "states_start: the rows that are trained on have no two neighbouring tokens with states to fit; train on more "
+            "tokens, or set states_start to false"
+        )
     inner.diagonal().add_(RIDGE * inner.diagonal().mean())
     return torch.linalg.solve(inner, outer).T.float()

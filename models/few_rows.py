@@ -10,6 +10,7 @@ Knows no model.
 
 import functools
 from pathlib import Path
+from types import MethodType
 
 import torch
 import torch.nn.functional as F
@@ -18,33 +19,43 @@ from torch import Tensor, nn
 FEW = 10  # for one row both ways are one matrix-vector product; beyond this they cost about the same
 
 
-class FewRowsLinear(nn.Linear):
-    """`nn.Linear`, with its product the other way round for 2 to `FEW` float32 rows on a CPU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → [..., out]."""
-        rows = x.numel() // self.in_features
-        if not 2 <= rows <= FEW or not (x.is_cpu and x.dtype is self.weight.dtype is torch.float32):
-            return F.linear(x, self.weight, self.bias)
-        if torch.is_autocast_enabled("cpu"):
-            return F.linear(x, self.weight, self.bias)
-        flat = x.reshape(rows, self.in_features)
-        out = torch.mm(self.weight, flat.T).T.contiguous().view(*x.shape[:-1], self.out_features)
-        return out if self.bias is None else out + self.bias
-
-
 def few_rows_fast(module: nn.Module) -> None:
-    """Let a module's float32 linear layers on a CPU be `FewRowsLinear` where this machine gains by it. Their weights, names and
-    states stay theirs; layers that are more than linear, quantised or adapted ones, are left alone."""
+    """Let a module's float32 linear layers on a CPU multiply few rows the other way round, where this machine gains by it.
+
+    They get a `forward` of their own, beside their class's: type, weights, names, copies and files stay what they were. Layers that
+    are more than linear, quantised or adapted ones, are left alone.
+    """
     if not _gains():
         return
     for layer in module.modules():
-        if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and _of_cpu(layer.weight):
-            layer.__class__ = FewRowsLinear
+        if type(layer) is nn.Linear and _plain(layer.weight):
+            layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]  # a copy's is bound to the copy
 
 
-def _of_cpu(weight: Tensor) -> bool:
-    return weight.is_cpu and weight.dtype is torch.float32
+def forward(self: nn.Linear, x: Tensor) -> Tensor:
+    """x [..., in] → [..., out]. Named as what it replaces, so that a pickle finds the class's own."""
+    rows = x.numel() // max(self.in_features, 1)
+    if 2 <= rows <= FEW and _plain(x) and _plain(self.weight) and not _watched():
+        flat = x.reshape(rows, self.in_features)
+        out = torch.mm(self.weight, flat.T).T.contiguous().view(*x.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias
+    return F.linear(x, self.weight, self.bias)
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether it is what it says: float32 on a CPU, and nothing that only behaves so."""
+    kind = type(tensor)
+    return (
+        tensor.is_cpu
+        and tensor.dtype is torch.float32
+        and (kind is Tensor or kind is nn.Parameter)
+        and not tensor.is_nested
+    )
+
+
+def _watched() -> bool:
+    """Whether another type is to be computed in, or the products are recorded to be replayed with another number of rows."""
+    return torch.is_autocast_enabled("cpu") or torch.jit.is_tracing() or torch.compiler.is_compiling()
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from draftsmith.models.heads import head_kind, head_shape, read_config
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads, new_medusa_heads
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import DraftVocabulary
-from draftsmith.train.feeder import batch_plan
+from draftsmith.train.feeder import ROW_ERRORS, batch_plan
 from draftsmith.train.held_out import HeldOut
 from draftsmith.train.loop import Log, Summary, train
 from draftsmith.train.losses import make_loss
@@ -184,7 +184,8 @@ def rows_in_turn(reader: AnyCache, settings: EagleTrainSettings, seed: int) -> l
 class CachedSlots:
     """The slots of these rows of the cache, row by row, as many as the regressions of a start need: 16 for each of their inputs.
 
-    rows: of those that will be trained on, so that a start sees nothing that the training does not see.
+    rows: of those that will be trained on, so that a start sees nothing that the training does not see. Rows that cannot be read or
+    are not finite are left out: the training says what becomes of them. Raises UserError for a cache without last states.
     """
 
     target: Target
@@ -195,11 +196,19 @@ class CachedSlots:
     @torch.no_grad()
     def __iter__(self) -> Iterator[Slots]:
         embed, seen = self.target.model.get_input_embeddings(), 0
-        for row in (self.reader[index] for index in self.rows):
+        for index in self.rows:
             if seen >= 16 * self.target.width * max(len(self.columns), 2):
                 return
-            seen += len(row.token_ids)
+            try:
+                row = self.reader[index]
+            except ROW_ERRORS:
+                continue
+            if row.last is None:
+                raise UserError("states_start: the cache holds no last states; cache it again with cache.last=true")
             taps, last = (torch.from_numpy(states).float() for states in (row.taps[:, self.columns], row.last))
+            if not (taps.isfinite().all() and last.isfinite().all()):
+                continue
+            seen += len(row.token_ids)
             joined = embed(torch.from_numpy(row.token_ids[1:]).long().to(self.target.device)).float().cpu()
             yield Slots(taps[:-1], joined, last[:-1], last[1:])
 

@@ -217,6 +217,8 @@ class EagleTrainSettings(TrainSettings):
             raise ValueError(f"{given[0]}: a start from another head brings it along; leave it out, or leave start out")
         if self.feature_loss and self.width is not None:
             raise ValueError("feature_loss: compares the head's state with the target's, so leave width out")
+        if self.states_start and self.inputs != "shifted":
+            raise ValueError(f"states_start: is fitted to shifted inputs, not {self.inputs}; set states_start to false")
         return self
 
 

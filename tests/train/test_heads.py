@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -180,6 +181,40 @@ def test_a_start_reads_the_rows_of_the_training_and_no_others(tmp_path, target):
 
     new_head(target, reader.taps, draft_vocabulary(reader, target, None), settings, Watched(), 3)
     assert set(read) == trained
+
+
+def test_a_start_leaves_out_rows_that_cannot_be_read_or_are_not_finite(tmp_path, target):
+    rows = tiny_rows(tmp_path, [24, 30, 18])
+    build_cache(
+        target, rows, tmp_path / "cache", CacheSettings(distribution="topk", state_codec="fp32", last=True, k=20)
+    )
+    reader = CacheReader(tmp_path / "cache")
+
+    class Damaged:
+        def __getitem__(self, index):
+            if index == 0:
+                raise UserError("row 0: its checksum is wrong")
+            row = reader[index]
+            return row._replace(last=row.last * np.float32("nan")) if index == 1 else row
+
+    assert [len(slots.taps) for slots in CachedSlots(target, Damaged(), [0, 1], [0, 1, 2])] == [17]
+
+
+def test_a_start_without_anything_to_fit_is_refused_in_one_line(tmp_path, target):
+    rows = tiny_rows(tmp_path, [1, 1, 24])
+    full = DraftVocabulary.all_of(target.vocabulary)
+    settings = EagleTrainSettings(states_start=True, kv_heads=4, batch_tokens=64)
+    for last, index, said in ((True, 0, "no two neighbouring tokens"), (False, 2, "the cache holds no last states")):
+        place = tmp_path / f"cache-{last}"
+        build_cache(target, rows, place, CacheSettings(distribution="topk", state_codec="fp32", last=last, k=20))
+        reader = CacheReader(place)
+        slots = CachedSlots(target, reader, [0, 1, 2], [index])
+        with pytest.raises(UserError, match=said):
+            new_eagle_head(target, reader.taps, full, kv_heads=settings.kv_heads, slots=slots)
+    with pytest.raises(ValidationError, match="shifted"):
+        EagleTrainSettings(states_start=True, inputs="unshifted")
+    with pytest.raises(UserError, match="64 is wider than the target"):
+        new_eagle_head(target, (0, 1), full, width=64)
 
 
 def test_the_slots_of_a_start_are_the_caches_rows_with_the_token_and_the_state_that_follow(tmp_path, target):
