@@ -68,7 +68,7 @@ Tokens per verify and teacher-forced acceptance; CPU seconds are those of traini
 The target is the demo's: four blocks of width 256, trained on little text, so its distributions are flat and its greedy choices
 hard to guess; a head sees {tokens} tokens, the papers' billions. Directions may carry over, sizes do not. A layer of a four-block
 target costs a quarter of it: this page counts tokens per verify and says nothing of speed ([decoding](decoding.md) measures that).
-The first comparison, on a real target of 30 blocks, is [a page of its own](smollm2.md).
+The first comparison on a real target of 30 blocks is `make study-smollm2`.
 """
 
 

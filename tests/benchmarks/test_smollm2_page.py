@@ -50,5 +50,5 @@ def test_the_page_says_which_goal_is_missed_and_what_each_head_is():
     assert text.count("**no**") == 2
     assert "the same 100 tokens" in text.replace("\n", " ")
     assert "| tree, T = 0 | code | 1.20 (1.20–1.20) | 1.30 (1.30–1.30) | 1.10 (1.10–1.10) |" in text
-    assert "| eagle1 | 1 | 0.0 | False | all |" in text
-    assert "| eagle3 | 1 | 0.0 | False | 512 |" in text
+    assert "| eagle1 | 1 | 0.0 | False | False | all |" in text
+    assert "| eagle3 | 1 | 0.0 | False | False | 512 |" in text

@@ -61,7 +61,10 @@ def test_save_and_load_gives_the_same_logits(tmp_path):
     draft.save(tmp_path, target)
     ids = torch.randint(6, 100, (1, 10))
     loaded = DraftLM.load(tmp_path, target)
-    torch.testing.assert_close(loaded.forward(ids).logits, draft.forward(ids).logits, atol=0, rtol=0)
+    for name, weight in draft.model.state_dict().items():
+        assert torch.equal(loaded.model.state_dict()[name], weight), name
+    # Not to the last bit: how products of few rows are rounded depends on where the weights lie in memory.
+    torch.testing.assert_close(loaded.forward(ids).logits, draft.forward(ids).logits)
 
 
 @pytest.mark.parametrize("blocks", [[], [4], [-1]])
