@@ -63,12 +63,12 @@ def job(row: str, tokens: int, seed: int) -> Job:
 
 
 def jobs(tokens: int, seeds: int) -> list[Job]:
-    """The claim's rows with all their seeds, then every other row seed by seed; of the long ones the first seed alone."""
+    """The claim's rows with all their seeds, then every other row seed by seed, the long ones last."""
     first = [job(row, tokens, seed) for seed in range(seeds) for row in FIRST]
     others = [[job(row, tokens, seed) for row in ROWS if row not in FIRST] for seed in range(seeds)]
-    long = [job(row, tokens, 0) for row in LONG]
     tuned = [job(row, tokens, TUNING_SEED) for row in TUNED]
-    return [*first, *(one for entries in others for one in entries), *long, *tuned]
+    long = [job(row, tokens, seed) for seed in range(seeds) for row in LONG]
+    return [*first, *(one for entries in others for one in entries), *tuned, *long]
 
 
 def quick_jobs() -> list[Job]:

@@ -17,6 +17,7 @@ from draftsmith.eval.drafters import LMDrafter
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import chain_shape
 from draftsmith.models.draft import DraftLM, project, sizes
+from draftsmith.models.few_rows import FEW
 from draftsmith.models.target import Target
 from draftsmith.train.settings import DistillSettings
 
@@ -59,12 +60,9 @@ def test_save_and_load_gives_the_same_logits(tmp_path):
     target = tiny_target()
     draft = DraftLM.from_scratch(target, {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}, seed=1)
     draft.save(tmp_path, target)
-    ids = torch.randint(6, 100, (1, 10))
+    ids = torch.randint(6, 100, (1, FEW + 2))  # of fewer rows the rounding depends on where the weights lie in memory
     loaded = DraftLM.load(tmp_path, target)
-    for name, weight in draft.model.state_dict().items():
-        assert torch.equal(loaded.model.state_dict()[name], weight), name
-    # Not to the last bit: how products of few rows are rounded depends on where the weights lie in memory.
-    torch.testing.assert_close(loaded.forward(ids).logits, draft.forward(ids).logits)
+    torch.testing.assert_close(loaded.forward(ids).logits, draft.forward(ids).logits, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("blocks", [[], [4], [-1]])
