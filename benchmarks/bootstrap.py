@@ -42,3 +42,10 @@ def points(a: np.ndarray, b: np.ndarray) -> dict[str, Any]:
     shape = np.broadcast_shapes(a.shape, b.shape)
     (first, one), (second, two) = (resampled(np.broadcast_to(parts, shape)) for parts in (a, b))
     return interval(100 * (first - second), 100 * (one - two), int(a[..., 1].sum()))
+
+
+def gain(ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
+    """Ratio of two ratios, paired over seeds and prompts. A side with fewer seeds stands against the other's first ones."""
+    seeds = min(len(ours), len(theirs))
+    (first, one), (second, two) = (resampled(side[:seeds]) for side in (ours, theirs))
+    return interval(first / second, one / two, int(ours[:seeds, :, 1].sum()))

@@ -33,7 +33,7 @@ from draftsmith.files import digest
 from draftsmith.models.eagle import EagleHead
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target, choose_taps
-from draftsmith.train.eagle import new_objective, train_eagle
+from draftsmith.train.eagle import EagleSummary, new_objective, train_eagle
 from draftsmith.train.held_out import HeldOut
 from draftsmith.train.objectives import Objective
 from draftsmith.train.settings import EagleTrainSettings
@@ -101,6 +101,19 @@ def trainer_settings(target: Target, settings: dict[str, Any]) -> EagleTrainSett
     return EagleTrainSettings(**given)
 
 
+def trained_head(
+    plan: Plan, job: dict[str, Any], reader: CacheReader, settings: EagleTrainSettings
+) -> tuple[EagleHead | MedusaHeads, EagleSummary]:
+    """A head that is trained anew and of which no file stays, and what its training came to. job: its name, seed and settings."""
+    target, held_out = opened(plan.run)
+    folder = plan.folder / "heads" / digest(job)
+    shutil.rmtree(folder, ignore_errors=True)
+    summary = train_eagle(target, reader, held_out, settings, folder, job["seed"])
+    head: EagleHead | MedusaHeads = (MedusaHeads if settings.kind == "medusa" else EagleHead).load(folder, target)
+    shutil.rmtree(folder)
+    return head, summary
+
+
 def run_job(plan: Plan, job: Job) -> dict[str, Any]:
     """Train and measure one head; what its line in runs.jsonl holds."""
     target, held_out = opened(plan.run)
@@ -108,11 +121,7 @@ def run_job(plan: Plan, job: Job) -> dict[str, Any]:
     raw = json.loads(job.settings)
     settings = trainer_settings(target, raw)
     reader = CacheReader(cache_of(plan, raw.get("teacher", "sampled")), target.fingerprint())
-    folder = plan.folder / "heads" / digest(asdict(job))
-    shutil.rmtree(folder, ignore_errors=True)
-    train_eagle(target, reader, held_out, settings, folder, job.seed)
-    head: EagleHead | MedusaHeads = (MedusaHeads if settings.kind == "medusa" else EagleHead).load(folder, target)
-    shutil.rmtree(folder)
+    head, _ = trained_head(plan, asdict(job), reader, settings)
     trained = time.process_time() - started
     tuning = job.seed == TUNING_SEED
     objective = new_objective(head, target, reader.taps, settings.model_copy(update={"rollouts": K}))

@@ -6,11 +6,9 @@ with the linear layers as torch has them and the other way round, in turn in one
 
 import argparse
 import sys
-import time
 from pathlib import Path
 from types import MethodType
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -19,28 +17,23 @@ from draftsmith.models.target import Target
 from draftsmith.serving import target_of
 
 sys.path.insert(0, str(Path(__file__).parent))
+from decode_timing import Costs
 from markdown import table
 from twin import heavy_twin
 
-ROWS, CONTEXT, ROUNDS = (1, 2, 4, 6, 8, FEW, 16, 32), 100, 21
+ROWS, CONTEXT, ROUNDS = (1, 2, 4, 6, 8, FEW, 16, 32), 100, 15
 WAYS = {"torch": nn.Linear.forward, "turned": forward}
 
 
-@torch.inference_mode()
-def seconds(target: Target) -> dict[tuple[str, int], list[float]]:
-    """Of every way and number of rows the seconds of each round."""
+def costs(target: Target) -> dict[str, Costs]:
+    """Of each way the seconds of a forward over n tokens, the ways in turn."""
     layers = [layer for layer in target.model.modules() if type(layer) is nn.Linear]
-    cache = target.new_cache(1, CONTEXT + max(ROWS))
-    target.forward(torch.arange(CONTEXT)[None] % target.usable, cache=cache, want_logits=False)
-    cache.set_lengths(torch.tensor([CONTEXT]))
-    found: dict[tuple[str, int], list[float]] = {(way, n): [] for way in WAYS for n in ROWS}
+    found = {way: Costs(target, ROWS) for way in WAYS}
     for _ in range(ROUNDS):
-        for way, n in found:
+        for way, forward_of in WAYS.items():
             for layer in layers:
-                layer.forward = MethodType(WAYS[way], layer)
-            started = time.perf_counter()
-            target.forward(torch.full((1, n), 7), cache=cache)
-            found[way, n].append(time.perf_counter() - started)
+                layer.forward = MethodType(forward_of, layer)
+            found[way].measure(CONTEXT, turns=1)
     return found
 
 
@@ -53,16 +46,11 @@ def main() -> None:
     for threads in given.threads:
         torch.set_num_threads(threads)
         for name, model in (("target", target), ("heavy twin", heavy_twin(target))):
-            found = {key: 1e3 * float(np.median(values)) for key, values in seconds(model).items()}
-            lines = [
-                (
-                    str(n),
-                    f"{found['torch', n]:.2f}",
-                    f"{found['turned', n]:.2f}",
-                    f"{found['turned', n] / found['torch', n]:.2f}",
-                )
-                for n in ROWS
-            ]
+            found = costs(model)
+            lines = []
+            for n in ROWS:
+                plain, turned = (1e3 * found[way].of(n) for way in WAYS)
+                lines.append((str(n), f"{plain:.2f}", f"{turned:.2f}", f"{turned / plain:.2f}"))
             print(f"{name}, {threads} threads, milliseconds\n\n{table(('rows', *WAYS, 'ratio'), lines)}\n", flush=True)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bootstrap import Entry, interval, ratio_row, resampled, sums
+from bootstrap import Entry, gain, ratio_row, sums
 from markdown import machine, met, span, table
 
 GOAL = 1.2  # tokens per verify, our EAGLE-3 recipe over EAGLE-1
@@ -36,10 +36,9 @@ def study_rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for setting in SETTINGS:
         for domain in domains:
-            sides = [sums(groups[head], domain, "decoded", setting, (0, 1)) for head in COMPARED]
-            (old, one), (new, two) = (resampled(side) for side in sides)
-            about = {"decoding": setting, "domain": domain, "seeds": len(sides[1])}
-            row = interval(new / old, two / one, int(sides[1][..., 1].sum())) | {"what": GAIN, "settings": about}
+            eagle1, eagle3 = (sums(groups[head], domain, "decoded", setting, (0, 1)) for head in COMPARED)
+            about = {"decoding": setting, "domain": domain, "seeds": min(len(eagle1), len(eagle3))}
+            row = gain(eagle3, eagle1) | {"what": GAIN, "settings": about}
             goal = setting.startswith("tree") and domain == "all"
             rows.append(row | ({"goal": f">= {GOAL}", "met": row["value"] >= GOAL} if goal else {}))
     for head, group in groups.items():

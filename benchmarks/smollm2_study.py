@@ -6,7 +6,6 @@ finished head is a line of `<folder>/runs.jsonl` and is not trained again.
 """
 
 import json
-import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -14,13 +13,10 @@ from pathlib import Path
 
 from draftsmith.config import load_config
 from draftsmith.data.cache.reader import CacheReader
-from draftsmith.files import digest
-from draftsmith.models.eagle import EagleHead
-from draftsmith.train.eagle import train_eagle
 from draftsmith.train.settings import EagleTrainSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
-from eagle import decoded, texts
+from eagle import decoded, texts, trained_head
 from smollm2_page import COMPARED, page, study_rows
 from study import Entry, Journal, Plan, command, do_missing, opened, processes, publish_study, study_parser
 
@@ -47,15 +43,8 @@ def run_job(plan: Plan, job: Job) -> Entry:
     """Train and measure one head; what its line in runs.jsonl holds."""
     target, held_out = opened(plan.run)
     started = time.process_time()
-    reader, settings = (
-        CacheReader(plan.run / "cache", target.fingerprint()),
-        EagleTrainSettings(**json.loads(job.settings)),
-    )
-    folder = plan.folder / "heads" / digest(asdict(job))
-    shutil.rmtree(folder, ignore_errors=True)
-    summary = train_eagle(target, reader, held_out, settings, folder, job.seed)
-    head = EagleHead.load(folder, target)
-    shutil.rmtree(folder)
+    reader = CacheReader(plan.run / "cache", target.fingerprint())
+    head, summary = trained_head(plan, asdict(job), reader, EagleTrainSettings(**json.loads(job.settings)))
     trained = time.process_time() - started
     return {
         "job": asdict(job),

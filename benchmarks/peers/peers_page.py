@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bootstrap import Entry, interval, ratio_row, resampled
+from bootstrap import Entry, gain, ratio_row, resampled
 from markdown import machine, met, span, table
 
 #: what a line of training says of its recipe, by its name in ours, speculators' or SpecForge's settings
@@ -48,13 +48,6 @@ def best_of(entries: Sequence[Entry], peer: str) -> Entry:
         return float(np.mean([resampled(parts([entry], setting))[0] for setting in entry["decoded"]]))
 
     return max(of(entries, "choosing", peer, seed=0), key=score)
-
-
-def gain(ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
-    """Ratio of two ratios, paired over seeds and prompts. A side with fewer seeds stands against the other's first ones."""
-    seeds = min(len(ours), len(theirs))
-    (first, one), (second, two) = (resampled(side[:seeds]) for side in (ours, theirs))
-    return interval(first / second, one / two, int(ours[:seeds, :, 1].sum()))
 
 
 def rate_name(job: dict[str, Any]) -> str:
