@@ -56,14 +56,18 @@ def run_job(plan: Plan, job: Job) -> Entry:
 
 
 def main() -> None:
-    parser = study_parser(__doc__, "runs/study-smollm2", tokens=8_000, seeds=3, workers=2)
+    parser = study_parser(__doc__, "runs/study-smollm2", tokens=48_000, seeds=3, workers=2)
+    parser.add_argument(
+        "--page", action="store_true", help="train nothing: write the page from the heads that are done"
+    )
     parser.set_defaults(run=Path("runs/smollm2-135m"))
     arguments = parser.parse_args()
     tokens = 600 if arguments.quick else arguments.tokens
     plan = Plan(arguments.run, arguments.folder / f"{tokens}-tokens", 0, *((2, 8) if arguments.quick else (6, 32)))
     todo = jobs(arguments.run, tokens, arguments.seeds)
     journal = Journal(plan.folder / "runs.jsonl", lambda entry: Job(**entry["job"]))
-    do_missing(journal, {job: (plan, job) for job in todo}, run_job, processes(arguments.workers))
+    if not arguments.page:
+        do_missing(journal, {job: (plan, job) for job in todo}, run_job, processes(arguments.workers))
     made = command("study-smollm2", parser, arguments)
     rows = study_rows(journal.of(todo))
     publish_study("smollm2", "smollm2", made, rows, page, plan.folder if arguments.quick else None)

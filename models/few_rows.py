@@ -2,7 +2,7 @@
 
 What a verify costs on a CPU depends on how x Wᵀ is asked for. On the machine where this was measured (`make bench-few-rows`;
 two cores of an AMD EPYC), the library that torch multiplies with spreads it over threads badly for 2 to 10 rows of x, and well
-for (W xᵀ)ᵀ, which is the same product: with two threads a verify of 6 tokens took 13 to 15 % less time, on the demo's target
+for (W xᵀ)ᵀ, which is the same product: with two threads a verify of 6 tokens took 13 to 16 % less time, on the demo's target
 and on its heavy twin. On processors of other makers nothing was measured, and nothing is changed.
 
 Knows no model.
