@@ -251,7 +251,7 @@ CLAIMS = [
     Claim(HEAD, "Ours: the layer starts by passing the embedding on", "eagle3", "plain start", LOSSES, 0),
     Claim(
         HEAD,
-        "Ours: it starts as the best linear guess of the target's next state",
+        "Ours: it starts as a guess of the target's next state, fitted to the same rows",
         "eagle3, start from the states",
         "eagle3",
         LOSSES,

@@ -80,7 +80,7 @@ The EAGLE-3 paper reports 4.05 → 6.13 tokens per verify for Llama-3.1-8B on MT
 {recipes}
 
 EAGLE-1's layer starts at random, as in its paper, and regresses to the target's states. Our EAGLE-3 regresses, too, norms its
-taps as EAGLE-3.1 does, and starts as the best linear guess of the target's next state (`states_start`, fitted to the same
+taps as EAGLE-3.1 does, and starts as a guess of the target's next state (`states_start`, three ridge regressions on the same
 tokens); *eagle3-as-published* does none of these, and what it lacks to *eagle3* is what these are worth with so few tokens.
 EAGLE-3 heads predict with an output head of their own, which starts from the target's rows for the tokens that are likeliest in
 the cache. The learning rate of matrices was chosen at seed 0 with half the tokens, by the tree's tokens per verify at T = 0 on

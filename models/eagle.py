@@ -150,7 +150,11 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.hidden(x))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """What the last projection reads."""
+        return F.silu(self.gate_proj(x)) * self.up_proj(x)
 
 
 class EagleLayer(nn.Module):

@@ -2,7 +2,7 @@
 
 The head has no residual path from the joined token's embedding, and its states need not resemble anything of the target's. A layer
 that starts at random must learn to carry the embedding through attention, which takes most of a small training budget. So it starts
-as the best linear guess of the target's next state, where states are at hand to fit it to, or else by passing the embedding on.
+as a guess of the target's next state, where states are at hand to fit it to, or else by passing the embedding on.
 
 Knows a head's weights and a sample of the target's states; knows neither losses nor caches on disk.
 """
@@ -37,29 +37,43 @@ class Slots:
 
 @torch.no_grad()
 def start_from_states(head: "EagleHead", slots: Iterable[Slots], down: Tensor) -> None:
-    """Make an untrained head the best linear guess of the target's next state, at every rollout step.
+    """Make an untrained head a good guess of the target's next state, at every rollout step.
 
-    Two ridge regressions, both in the space of the states that the output head reads. The fused taps guess the target's last state,
-    g_t ≈ h_t, so that a slot's first feature and the head's own states after it are of one kind. Then [norm(e_{t+1}), norm(g_t)]
-    guesses h_{t+1} − g_t, what the layer has to add to its residual g_t. Attention starts by looking at its own slot, and value and
-    output projection are that guess, of the rank that there are value dimensions.
+    Three ridge regressions, all in the space of the states that the output head reads. The fused taps guess the target's last
+    state, g_t ≈ h_t, so that a slot's first feature and the head's own states after it are of one kind. Then
+    [norm(e_{t+1}), norm(g_t)] guesses h_{t+1} − g_t, what the layer has to add to its residual g_t: attention starts by looking at
+    its own slot, and value and output projection are that guess, of the rank that there are value dimensions. What is left is
+    guessed by the MLP, whose random gates stay as they are: only its last projection is fitted.
 
-    slots: read three times. down: [H, W], from the target's width to the head's (the identity where they are equal).
+    slots: read four times. down: [H, W], from the target's width to the head's (the identity where they are equal).
     """
-    embedding_norm, feature_norm, norm = head.first_layer.input_layernorm, head.first_layer.hidden_norm, head.norm
+    layer, norm = head.first_layer, head.norm
     assert norm is not None
-    assert feature_norm is not None
+    assert layer.hidden_norm is not None
     head.fc.weight.copy_(_ridge((head.joined(some.taps), some.last @ down.T) for some in slots))
     if head.fc.bias is not None:
         head.fc.bias.zero_()
 
+    def read(some: Slots) -> tuple[Tensor, Tensor]:
+        feature = head.fc(head.joined(some.taps))
+        return feature, torch.cat([layer.input_layernorm(some.embedding), layer.hidden_norm(feature)], dim=-1)
+
     def steps() -> Iterator[tuple[Tensor, Tensor]]:
         for some in slots:
-            feature = head.fc(head.joined(some.taps))
-            read = torch.cat([embedding_norm(some.embedding), feature_norm(feature)], dim=-1)
-            yield read, some.following @ down.T - feature
+            feature, inputs = read(some)
+            yield inputs, some.following @ down.T - feature
 
-    _pass_on(head, _ridge(steps()), down)
+    for projection in (layer.self_attn.v_proj, layer.self_attn.o_proj):
+        projection.weight.zero_()  # what is random here would be noise in every guess
+    linear = _pass_on(head, _ridge(steps()), down)
+
+    def rests() -> Iterator[tuple[Tensor, Tensor]]:
+        for some in slots:
+            feature, inputs = read(some)
+            between = feature + inputs @ linear.T
+            yield layer.mlp.hidden(layer.post_attention_layernorm(between)), some.following @ down.T - between
+
+    layer.mlp.down_proj.weight.copy_(_ridge(rests()))
     sizes = torch.cat([(some.following @ down.T).pow(2).mean(-1).sqrt() for some in slots])
     norm.weight.fill_(sizes.mean())
 
@@ -79,8 +93,9 @@ def start_from_embedding(head: "EagleHead", taps: Tensor, down: Tensor) -> None:
     _pass_on(head, torch.cat([down, -torch.eye(len(down))], dim=1), down)
 
 
-def _pass_on(head: "EagleHead", linear: Tensor, down: Tensor) -> None:
-    """Let the first layer's attention add linear · [norm(e), norm(g)] of its own slot; linear [H, W + H].
+def _pass_on(head: "EagleHead", linear: Tensor, down: Tensor) -> Tensor:
+    """Let the first layer's attention add linear · [norm(e), norm(g)] of its own slot; linear [H, W + H]. Returns what of it fits
+    through the value dimensions, of the same shape.
 
     Query and key are one map of the normed embedding, and a slot matches itself best. Value and output projection span the leading
     right singular vectors of the output head: all directions if there are as many value dimensions as the head is wide.
@@ -95,6 +110,7 @@ def _pass_on(head: "EagleHead", linear: Tensor, down: Tensor) -> None:
     attention.k_proj.weight[:, embedding] += SELF_ATTENTION * basis @ down
     attention.v_proj.weight += basis @ linear
     attention.o_proj.weight += queries.T / groups
+    return basis.T @ basis @ linear
 
 
 def leading_directions(rows: Tensor, count: int) -> Tensor:
