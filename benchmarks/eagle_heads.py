@@ -10,6 +10,7 @@ SHARED: dict[str, Any] = {"batch_tokens": 256, "other_lr": 0.0006, "validations"
 #: Four value heads are as wide as the head, so that its layer may start from the embedding (`models.eagle.start_from_embedding`).
 EAGLE3: dict[str, Any] = {"kind": "eagle3", "kv_heads": 4, "rollouts": 4, "matrix_lr": 0.04}
 PLAIN = EAGLE3 | {"embedding_start": False}  # the layer starts at random
+STATES = EAGLE3 | {"states_start": True, "matrix_lr": 0.005}  # at EAGLE3's rate the start is lost
 REGRESSION = 10.0  # EAGLE-1's mixture: 1 · regression + 0.1 · cross-entropy
 EAGLE1: dict[str, Any] = {
     "kind": "eagle1",
@@ -18,13 +19,13 @@ EAGLE1: dict[str, Any] = {
     "feature_loss": REGRESSION,
     "matrix_lr": 0.04,
 }
+HELPED = STATES | {"taps": "with last", "feature_loss": REGRESSION, "teacher": "full"}
 #: The heads, those of the first claims first: a study that is cut short has these. `teacher` is not of the trainer's settings.
 ROWS: dict[str, dict[str, Any]] = {
     "eagle1": EAGLE1,
     "eagle3": EAGLE3,
     "eagle3, low, middle and last tap": EAGLE3 | {"taps": "with last"},
-    "eagle3, all that helps": EAGLE3
-    | {"taps": "with last", "feature_loss": REGRESSION, "teacher": "full", "states_start": True},
+    "eagle3, all that helps": HELPED,
     "eagle3, no rollouts": EAGLE3 | {"rollouts": 1},
     "plain start": PLAIN,
     "plain start, no rollouts": PLAIN | {"rollouts": 1},
@@ -43,7 +44,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "full teacher, -log acceptance": EAGLE3 | {"teacher": "full", "loss": "negative_log_acceptance"},
     "full teacher, adaptive": EAGLE3 | {"teacher": "full", "loss": "adaptive_kl_tv"},
     "full teacher, TV": EAGLE3 | {"teacher": "full", "loss": "total_variation"},
-    "eagle3, start from the states": EAGLE3 | {"states_start": True},
+    "eagle3, start from the states": STATES,
     "random head": PLAIN | {"head_from_target": False},
     "eagle3, V/2": EAGLE3 | {"draft_vocabulary": 2048},
     "eagle3, V/4": EAGLE3 | {"draft_vocabulary": 1024},
@@ -63,6 +64,10 @@ WITH_TREE = (*FIRST, "eagle3, all that helps", "plain start", "medusa", *LONG)
 TUNING_SEED = 1000
 TUNED: dict[str, dict[str, Any]] = {
     f"tuning: {kind}, matrix_lr {lr:g}": settings | {"matrix_lr": lr}
-    for kind, settings in (("eagle1", EAGLE1), ("eagle3", EAGLE3))
-    for lr in (0.02, 0.04, 0.08)
+    for kind, settings, rates in (
+        ("eagle1", EAGLE1, (0.02, 0.04, 0.08)),
+        ("eagle3", EAGLE3, (0.02, 0.04, 0.08)),
+        ("eagle3, all that helps", HELPED, (0.0025, 0.005, 0.01)),
+    )
+    for lr in rates
 }
