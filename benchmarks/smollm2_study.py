@@ -56,7 +56,7 @@ def run_job(plan: Plan, job: Job) -> Entry:
 
 
 def main() -> None:
-    parser = study_parser(__doc__, "runs/study-smollm2", tokens=48_000, seeds=3, workers=2)
+    parser = study_parser(__doc__, "runs/study-smollm2", tokens=24_000, seeds=3, workers=2)
     parser.add_argument(
         "--page", action="store_true", help="train nothing: write the page from the heads that are done"
     )
