@@ -47,16 +47,16 @@ def start_from_states(head: "EagleHead", slots: Iterable[Slots], down: Tensor) -
 
     slots: read four times. down: [H, W], from the target's width to the head's (the identity where they are equal).
     """
-    layer, norm = head.first_layer, head.norm
+    layer, norm, feature_norm = head.first_layer, head.norm, head.first_layer.hidden_norm
     assert norm is not None
-    assert layer.hidden_norm is not None
+    assert feature_norm is not None
     head.fc.weight.copy_(_ridge((head.joined(some.taps), some.last @ down.T) for some in slots))
     if head.fc.bias is not None:
         head.fc.bias.zero_()
 
     def read(some: Slots) -> tuple[Tensor, Tensor]:
         feature = head.fc(head.joined(some.taps))
-        return feature, torch.cat([layer.input_layernorm(some.embedding), layer.hidden_norm(feature)], dim=-1)
+        return feature, torch.cat([layer.input_layernorm(some.embedding), feature_norm(feature)], dim=-1)
 
     def steps() -> Iterator[tuple[Tensor, Tensor]]:
         for some in slots:
