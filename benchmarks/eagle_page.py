@@ -30,9 +30,11 @@ step k − 1 makes of the data. `rollouts: 1` trains without it. [Decoding](deco
 ## The study
 
 Made by `{command}` from a finished demo; every number stands in `docs/studies/eagle.json`, with its settings. {budget}
-Every head sees the same rows of the same cache in an order that its seed gives. The learning rates of EAGLE-1 and EAGLE-3 were
-chosen with a seed and held-out texts of their own (last table). Heads differ from `eagle1` or `eagle3` in what their name says;
-those of a *plain start* in that their layer starts at random (`embedding_start: false`), the *random head* in its output head, too.
+Every head sees the same rows of the same cache in an order that its seed gives. The learning rates of EAGLE-1, of EAGLE-3 and of
+EAGLE-3 from the states were chosen with a seed and held-out texts of their own (last table). Heads differ from `eagle1` or
+`eagle3` in what their name says; those of a *plain start* in that their layer starts at random (`embedding_start: false`), the
+*random head* in its output head, too; those that start from the states (`states_start`), *all that helps* among them, in their
+learning rate, too: an eighth of the others'.
 *k-alpha* is teacher-forced: the acceptance of rollout step k, after k drafted tokens that were right, on held-out text; at
 T = 0 the share of likeliest tokens that are the target's, at T = 1 the mean of Σ min(p, q) against the target's whole
 distribution. *chain* and *tree* are tokens per verify, decoded: chains of {K}, and EAGLE-2's dynamic tree of 32 nodes (8 wide, 6
@@ -68,7 +70,7 @@ Tokens per verify and teacher-forced acceptance; CPU seconds are those of traini
 The target is the demo's: four blocks of width 256, trained on little text, so its distributions are flat and its greedy choices
 hard to guess; a head sees {tokens} tokens, the papers' billions. Directions may carry over, sizes do not. A layer of a four-block
 target costs a quarter of it: this page counts tokens per verify and says nothing of speed ([decoding](decoding.md) measures that).
-The first comparison on a real target of 30 blocks is `make study-smollm2`.
+The first comparison on a real target of 30 blocks has [a page of its own](smollm2.md).
 """
 
 

@@ -22,7 +22,7 @@ from imported import check, imported
 from measure import CHAINS, SHAPES, measured, plain_texts, prompts_of
 from peers_page import best_of, longer_rows, page, study_rows
 from safetensors.torch import load_file
-from states import held_out, write_states
+from states import held_out, recipe, write_states
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from study import Entry, Journal, command, do_missing, publish_study, study_parser
@@ -47,18 +47,21 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "three rollouts": {"rollouts": 3},
     "the normed state fed back": {"norm_state": True},
     "adaptive KL and TV": {"loss": "adaptive_kl_tv"},
-    "twice the learning rate of matrices": {"matrix_lr": 0.04},
+    "half the learning rate of matrices": {"matrix_lr": 0.005},
+    "twice the learning rate of matrices": {"matrix_lr": 0.02},
 }
 
 
 @dataclass(frozen=True)
 class Job:
-    """One head: whose recipe, the learning rate (None: its default), the seed of order and start, what is changed in the recipe."""
+    """One head: whose recipe, the learning rate (None: its default), the seed of order and start, what is changed in the recipe;
+    of ours a digest of all its settings, which are the run's and change with it."""
 
     recipe: str
     rate: float | None = None
     seed: int = 0
     change: str = ""
+    settings: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,10 @@ class Plan:
     @property
     def states(self) -> Path:
         return self.folder / "states"
+
+    def ours(self, seed: int = 0, change: str = "") -> Job:
+        settings = recipe(self.run, self.tokens).model_dump(mode="json") | (ABLATIONS[change] if change else {})
+        return Job("ours", seed=seed, change=change, settings=digest(settings)[:12])
 
     def place(self, job: Job) -> Path:
         return self.folder / "heads" / f"{job.recipe}-{digest(asdict(job))[:12]}"
@@ -149,42 +156,47 @@ def journal_of(plan: Plan) -> Journal:
     return Journal(plan.folder / "runs.jsonl", lambda entry: (Job(**entry["job"]), entry["what"]))
 
 
-def run_all(plan: Plan, seeds: int, rates: int, ablations: bool, workers: int) -> Journal:
-    """Train and choose at the first seed, train the chosen at the others, and decode what is compared."""
+def run_all(plan: Plan, seeds: int, rates: int, ablations: bool, workers: int) -> list[Entry]:
+    """Train and choose at the first seed, train the chosen at the others, and decode what is compared; the lines of these."""
     for peer in PEERS:
         python_of(peer, plan.environments)
     write_states(plan.run, plan.states, plan.tokens, list(range(seeds)))
     journal = journal_of(plan)
-    ours = [Job("ours", seed=seed) for seed in range(seeds)]
+    ours = [plan.ours(seed) for seed in range(seeds)]
     tried = [Job(peer, rate) for peer in PEERS for rate in (*RATES[peer][:rates], None)]
     train_all(plan, journal, [ours[0], *tried], workers)
     decoder = Decoder(plan)
     decoder.measure(journal, [ours[0], *tried], "choosing")
-    best = chosen_rates(journal)
+    best = chosen_rates(journal.of((job, "choosing") for job in tried))
     print(f"chosen learning rates: {best}", flush=True)
     chosen = [Job(peer, best[peer], seed) for seed in range(seeds) for peer in PEERS]
     train_all(plan, journal, [*ours, *chosen], workers)
     counted = list(dict.fromkeys([*ours, *chosen, *(Job(peer) for peer in PEERS)]))
     decoder.measure(journal, counted, "final")
-    if ablations:
-        changed = [Job("ours", change=change) for change in ABLATIONS]
-        train_all(plan, journal, changed, workers)
-        decoder.measure(journal, changed, "final")
-    return journal
+    changed = [plan.ours(change=change) for change in ABLATIONS] if ablations else []
+    train_all(plan, journal, changed, workers)
+    decoder.measure(journal, changed, "final")
+    return lines_of(journal, [*counted, *tried, *changed])
 
 
-def run_longer(plan: Plan, best: dict[str, float | None], workers: int) -> Journal:
+def lines_of(journal: Journal, jobs: list[Job]) -> list[Entry]:
+    """All that is known of these heads, and nothing of heads of other settings."""
+    named = dict.fromkeys(jobs)
+    return journal.of((job, what) for what in ("trained", "choosing", "final") for job in named)
+
+
+def run_longer(plan: Plan, best: dict[str, float | None], workers: int) -> list[Entry]:
     """The chosen recipes once more, on as many tokens as this plan says, at one seed: whether what was found lasts."""
     write_states(plan.run, plan.states, plan.tokens, [0])
     journal = journal_of(plan)
-    jobs = [Job("ours"), *(Job(peer, rate) for peer, rate in best.items())]
+    jobs = [plan.ours(), *(Job(peer, rate) for peer, rate in best.items())]
     train_all(plan, journal, jobs, workers)
     Decoder(plan).measure(journal, jobs, "final")
-    return journal
+    return lines_of(journal, jobs)
 
 
-def chosen_rates(journal: Journal) -> dict[str, float | None]:
-    return {peer: best_of(list(journal.found.values()), peer)["job"]["rate"] for peer in PEERS}
+def chosen_rates(entries: list[Entry]) -> dict[str, float | None]:
+    return {peer: best_of(entries, peer)["job"]["rate"] for peer in PEERS}
 
 
 def main() -> None:
@@ -200,12 +212,11 @@ def main() -> None:
     tokens, sizes = (1500, (1, 2, 8)) if given.quick else (given.tokens, (8, 16, 48))
     folder = (given.folder / f"{tokens}-tokens").resolve()
     plan = Plan(given.run.resolve(), folder, given.environments.resolve(), tokens, *sizes)
-    journal = run_all(plan, given.seeds, given.rates, given.ablations, given.workers)
-    rows = study_rows(list(journal.found.values()), tokens)
+    lines = run_all(plan, given.seeds, given.rates, given.ablations, given.workers)
+    rows = study_rows(lines, tokens)
     if given.longer:
         longer = replace(plan, folder=folder.with_name(f"{given.longer}-tokens-longer"), tokens=given.longer)
-        lasting = run_longer(longer, chosen_rates(journal), given.workers)
-        rows += longer_rows(list(lasting.found.values()), given.longer)
+        rows += longer_rows(run_longer(longer, chosen_rates(lines), given.workers), given.longer)
     publish_study("peers", "peers", command("bench-peers", parser, given), rows, page, folder if given.quick else None)
 
 

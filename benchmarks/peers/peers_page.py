@@ -180,7 +180,7 @@ Processor seconds of one thread; ours with its start and its validations. Longer
 
 #: (what, ours, speculators', SpecForge's)
 DIFFERENCES = (
-    ("start of the layer", "the best linear guess of the target's next state, from the same rows", "random", "random"),
+    ("start of the layer", "a guess of the target's next state, fitted to the same rows", "random", "random"),
     ("output head", "the target's rows, trained", "the target's rows, frozen", "random, trained"),
     (
         "loss",
