@@ -31,6 +31,7 @@ from draftsmith.train.distill import distill, new_draft
 from draftsmith.train.settings import DistillSettings, LossName
 
 sys.path.insert(0, str(Path(__file__).parent))
+from bootstrap import METHOD
 from distill_page import page, study_rows
 from study import Journal, Plan, command, do_missing, opened, processes, publish_study, study_parser
 from twin import heavy_twin
@@ -216,7 +217,9 @@ def main() -> None:
     tokens = 1500 if quick else arguments.tokens
     todo = quick_jobs() if quick else jobs(tokens, arguments.seeds, arguments.limits)
     cached = tokens if quick else 4 * tokens  # as many as the longest of `--limits` sees, so that it can join later
-    plan = Plan(arguments.run, arguments.folder / f"{tokens}-tokens-of-{cached}", *((2, 2, 8) if quick else (8, 8, 32)))
+    place = arguments.folder / (f"{tokens}-tokens-of-{cached}" + "-quick" * quick)
+    plan = Plan(arguments.run, place, *((2, 2, 8) if quick else (8, 8, 32)))
+    plan.claim()
     make_caches(plan, {job.teacher for job in todo}, cached)
     journal = Journal(plan.folder / "runs.jsonl", lambda entry: Job(**entry["job"]))
     do_missing(journal, {job: (plan, job) for job in todo}, run_job, processes(arguments.workers))
@@ -229,7 +232,7 @@ def main() -> None:
     about = {"drafts": len(todo), "workers": arguments.workers}
     rows.append({"what": "minutes", "value": minutes, "settings": about, "goal": "<= 60", "met": minutes <= 60})
     made = command("study-distill", parser, arguments)
-    publish_study("distill", "distillation", made, rows, page, plan.folder if quick else None)
+    publish_study("distill", "distillation", made, rows, page, plan.folder if quick else None, {"intervals": METHOD})
 
 
 if __name__ == "__main__":

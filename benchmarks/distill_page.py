@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bootstrap import Entry, points, ratio_row, resampled, sums
+from bootstrap import Entry, points, pooled, ratio_row, sums
 from markdown import machine, met, span, table
 
 GOAL = 5.0  # points of α that the default recipe is to win over hard cross-entropy
@@ -59,7 +59,10 @@ def differences(
 
     def add(what: str, a: Group, b: Group, domain: str, kind: str = "1", goal: float | None = None) -> None:
         if a in groups and b in groups:
-            found = points(*(sums(groups[group], domain, "forced", kind, (0, 1)) for group in (a, b)))
+            first, second = (sums(groups[group], domain, "forced", kind, (0, 1)) for group in (a, b))
+            if not b[3]:  # trained on nothing: the same draft for every seed
+                second = dict.fromkeys(first, *second.values())
+            found = points(first, second)
             about = {"domain": domain, "loss": a[0], "size": a[1], "teacher": a[2], "tokens": a[3]}
             row = {"what": what, **found, "settings": about}
             rows.append(row | ({} if goal is None else {"goal": f">= {goal}", "met": found["value"] >= goal}))
@@ -72,7 +75,7 @@ def differences(
     add("default recipe less the untrained start, points of alpha at T = 1", default, start, "code")
     rivals = [group for group in groups if group[1:] == same[1:] and group != same]
     if same in groups and rivals:
-        best = max(rivals, key=lambda group: resampled(sums(groups[group], "all", "forced", "1", (0, 1)))[0])
+        best = max(rivals, key=lambda group: pooled(sums(groups[group], "all", "forced", "1", (0, 1))).value)
         add(f"best other loss less {loss}, points of alpha at T = 1", best, same, "all")
     for other in dict.fromkeys(group[2] for group in groups if group[2] != taught):
         what = f"teacher {other} less the default {taught}, points of alpha at T = 1"
@@ -95,7 +98,7 @@ PAGE = """# Distilling a draft LM: which loss, draft and teacher
 Made by `{command}` from a finished demo; every number below stands in `docs/studies/distill.json`, more of them there.
 Each draft sees the same tokens in an order that its seed gives. `alpha_teacher_forced` is the mean of Σ min(p, q) over held-out
 positions against the target's *whole* distribution at T = 1, and the match rate of the likeliest tokens at T = 0;
-`tokens_per_verify` is decoded, chains of K = 5. Intervals are 95 %, bootstrapped over texts and seeds together.
+`tokens_per_verify` is decoded, chains of K = 5. Intervals are 95 %, {intervals}.
 `cross_entropy` learns the text's own tokens and needs no target: it is the baseline.
 
 Machine: {machine}.
@@ -140,6 +143,7 @@ def page(study: dict[str, Any]) -> str:
     return PAGE.format(
         command=study["command"],
         machine=machine(study["environment"]),
+        intervals=study["intervals"],
         choice=choice(gains),
         default="{loss} with teacher {teacher}".format(**gains[0]["settings"]) if gains else "",
         goals=goal_table(gains),

@@ -39,10 +39,11 @@ from draftsmith.train.objectives import Objective
 from draftsmith.train.settings import EagleTrainSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
+from bootstrap import METHOD
 from eagle_claims import study_rows
-from eagle_heads import FIRST, LONG, ROWS, SHARED, TEACHERS, TIMES, TUNED, TUNING_SEED, WITH_TREE, K
+from eagle_heads import FIRST, LONG, NEW_TOKENS, ROWS, SHARED, TEACHERS, TIMES, TUNED, TUNING_SEED, WITH_TREE, K
 from eagle_page import page
-from study import Journal, Plan, command, do_missing, opened, processes, publish_study, study_parser
+from study import Journal, Plan, command, do_missing, opened, processes, publish_study, revisions, study_parser
 
 DOMAINS = ("code", "prose", "chat")
 TREE = Dynamic(8, 6, 32)
@@ -230,14 +231,18 @@ def main() -> None:
     arguments = parser.parse_args()
     tokens = 1500 if arguments.quick else arguments.tokens
     todo = quick_jobs() if arguments.quick else jobs(tokens, arguments.seeds)
-    plan = Plan(arguments.run, arguments.folder / f"{tokens}-tokens", *((2, 2, 8) if arguments.quick else (8, 8, 32)))
+    place = arguments.folder / (f"{tokens}-tokens" + "-quick" * arguments.quick)
+    plan = Plan(arguments.run, place, *((2, 2, 8) if arguments.quick else (8, 8, NEW_TOKENS)))
+    plan.claim()
     journal = Journal(plan.folder / "runs.jsonl", lambda entry: Job(**entry["job"]))
     if not arguments.page:
         make_caches(plan, set(TEACHERS), tokens if arguments.quick else None)
         do_missing(journal, {job: (plan, job) for job in todo}, run_job, processes(arguments.workers))
-    rows = study_rows(journal.of(todo), arguments.workers)
-    made = command("study-eagle", parser, arguments)
-    publish_study("eagle", "eagle", made, rows, page, plan.folder if arguments.quick else None)
+    if not (done := journal.of(todo)):
+        parser.error(f"no head is done in {plan.folder}")
+    rows = study_rows(done, arguments.workers)
+    made, about = command("study-eagle", parser, arguments), {"intervals": METHOD, "revisions": revisions(done)}
+    publish_study("eagle", "eagle", made, rows, page, plan.folder if arguments.quick else None, about)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bootstrap import Entry, interval, resampled, sums
+from bootstrap import Entry, Sums, gain, points, ratio_row, sums
 from eagle_heads import K
 
 GOAL = 1.2  # EAGLE-3 with rollouts over EAGLE-1 in tokens per verify, same tokens, same dynamic tree
@@ -31,15 +31,15 @@ Side = tuple[str, str]  # a head of the study and a measure
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says of two sides, and what it is worth to a user if it holds here. expects: that the first is better (+1),
-    that it is worse (−1), or nothing (0): then the comparison is ours."""
+    """What a paper says of two sides. expects: that the first is better (+1), that it is worse (−1), or nothing (0): a paper or its
+    code does so without a comparison, or the comparison is ours."""
 
     section: str
     paper: str
     first: str
     second: str
     measures: tuple[str, ...]
-    expects: int = 1
+    expects: int
     other: tuple[str, ...] = ()  # the second side's measures, where they are others
 
     @property
@@ -59,14 +59,16 @@ CLAIMS = [
         "eagle3",
         "eagle1",
         TREES,
+        1,
     ),
     Claim(
         DECODING,
-        "the same with what may help on its own: the last block among the taps, feature loss, whole distribution as teacher, "
-        "a start from the target's states",
+        "Ours: the same with what may help on its own: the last block among the taps, feature loss, whole distribution as "
+        "teacher, a start from the target's states",
         "eagle3, all that helps",
         "eagle1",
         (*CHAINS, *TREES),
+        0,
     ),
     Claim(
         DECODING,
@@ -74,13 +76,15 @@ CLAIMS = [
         "eagle3, four times the tokens",
         "eagle1, four times the tokens",
         (*CHAINS, *TREES),
+        1,
     ),
     Claim(
         DECODING,
-        "the same with what may help on its own",
+        "Ours: the same with what may help on its own",
         "eagle3, all that helps, four times the tokens",
         "eagle1, four times the tokens",
         (*CHAINS, *TREES),
+        0,
     ),
     Claim(
         DECODING,
@@ -88,6 +92,7 @@ CLAIMS = [
         "plain start",
         "eagle1",
         TREES,
+        1,
     ),
     Claim(
         DECODING,
@@ -95,15 +100,17 @@ CLAIMS = [
         "eagle1",
         "eagle1",
         TREES[:1],
+        1,
         other=CHAINS[:1],
     ),
-    Claim(DECODING, "EAGLE-3: the same for its head", "eagle3", "eagle3", TREES[:1], other=CHAINS[:1]),
+    Claim(DECODING, "EAGLE-3: the same for its head", "eagle3", "eagle3", TREES[:1], 1, other=CHAINS[:1]),
     Claim(
         DECODING,
         "EAGLE-3's table: EAGLE-1 beats Medusa, Vicuna-13B 3.96 to 2.51 tokens per verify (T = 0, each with its tree)",
         "eagle1",
         "medusa",
         (*CHAINS, TREES[0]),
+        1,
     ),
     Claim(
         DECODING,
@@ -111,6 +118,7 @@ CLAIMS = [
         "eagle3",
         "medusa",
         (*CHAINS, TREES[0]),
+        1,
     ),
     Claim(
         ROLLOUTS,
@@ -118,6 +126,7 @@ CLAIMS = [
         "plain start, no rollouts",
         "plain start, no rollouts, feature loss",
         ("0-alpha, T = 0", "0-alpha, T = 1"),
+        1,
     ),
     Claim(
         ROLLOUTS,
@@ -133,22 +142,25 @@ CLAIMS = [
         "plain start",
         "plain start, no rollouts",
         ("1-alpha, T = 0", "1-alpha, T = 1", *CHAINS),
+        1,
     ),
-    Claim(ROLLOUTS, "the same with our start", "eagle3", "eagle3, no rollouts", ("1-alpha, T = 1", *CHAINS)),
+    Claim(ROLLOUTS, "Ours: the same with our start", "eagle3", "eagle3, no rollouts", ("1-alpha, T = 1", *CHAINS), 0),
     Claim(
         ROLLOUTS,
         "EAGLE-3's figures show 3 steps, its code has 7. Here 4 against 2",
         "eagle3",
         "eagle3, 2 rollouts",
         CHAINS,
+        0,
     ),
-    Claim(ROLLOUTS, "the same, 7 against 4", "eagle3, 7 rollouts", "eagle3", CHAINS),
+    Claim(ROLLOUTS, "the same: 7 against 4", "eagle3, 7 rollouts", "eagle3", CHAINS, 0),
     Claim(
         LADDER,
         "EAGLE-1: a feature says more than a token, 1.9 × against 1.5 ×",
         "eagle1, feature alone",
         "eagle1, token alone",
         ("0-alpha, T = 1", *CHAINS),
+        1,
     ),
     Claim(
         LADDER,
@@ -156,6 +168,7 @@ CLAIMS = [
         "eagle1, feature and unshifted token",
         "eagle1, feature alone",
         ("0-alpha, T = 1", "1-alpha, T = 1", *CHAINS),
+        1,
     ),
     Claim(
         LADDER,
@@ -163,6 +176,7 @@ CLAIMS = [
         "eagle1",
         "eagle1, feature and unshifted token",
         ("0-alpha, T = 1", *CHAINS),
+        1,
     ),
     Claim(
         TRAINING,
@@ -170,6 +184,7 @@ CLAIMS = [
         "eagle1",
         "eagle1, no feature loss",
         ("0-alpha, T = 1", "1-alpha, T = 1", *CHAINS),
+        0,
     ),
     Claim(
         TRAINING,
@@ -177,6 +192,7 @@ CLAIMS = [
         "eagle3",
         "eagle3, feature loss",
         ("0-alpha, T = 1", *CHAINS),
+        1,
     ),
     Claim(
         TRAINING,
@@ -193,6 +209,7 @@ CLAIMS = [
         "eagle3",
         "eagle3, one tap",
         ("0-alpha, T = 1", *CHAINS),
+        1,
     ),
     Claim(
         TRAINING,
@@ -208,6 +225,7 @@ CLAIMS = [
         "eagle3",
         "eagle3, detached",
         CHAINS,
+        0,
     ),
     Claim(
         TRAINING,
@@ -215,6 +233,7 @@ CLAIMS = [
         "eagle1, HASS",
         "eagle1",
         ("0-alpha, T = 1", "1-alpha, T = 1", *CHAINS),
+        1,
     ),
     Claim(
         TRAINING,
@@ -222,14 +241,16 @@ CLAIMS = [
         "eagle3, norms of 3.1",
         "eagle3",
         LOSSES,
+        1,
     ),
-    Claim(TRAINING, "EAGLE-3's code weighs step k by 0.8^k", "eagle3, decay 0.8", "eagle3", LOSSES),
+    Claim(TRAINING, "EAGLE-3's code weighs step k by 0.8^k", "eagle3, decay 0.8", "eagle3", LOSSES, 0),
     Claim(
         LOSS,
         "LK losses: −log acceptance beats KL at T = 1, MT-bench 3.39 → 3.50",
         "full teacher, -log acceptance",
         "full teacher, KL",
         LOSSES,
+        1,
     ),
     Claim(
         LOSS,
@@ -237,6 +258,7 @@ CLAIMS = [
         "full teacher, adaptive",
         "full teacher, KL",
         LOSSES,
+        1,
     ),
     Claim(LOSS, "LK losses: TV alone is worse, 3.39 → 2.67", "full teacher, TV", "full teacher, KL", LOSSES, -1),
     Claim(
@@ -272,33 +294,23 @@ def grouped(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     return found
 
 
-def parts(group: list[Entry], measure: str, domain: str = "all") -> np.ndarray:
-    """[seeds, texts, 2]: numerator and denominator of every text."""
+def parts(group: list[Entry], measure: str, domain: str = "all") -> Sums:
+    """Numerator and denominator of every text, by seed."""
     place, kind, columns = MEASURES[measure]
     return sums(group, domain, place, kind, columns)
 
 
-def common_seeds(groups: dict[str, list[Entry]], claim: Claim) -> set[int]:
-    """The seeds with which both sides of a claim are done."""
-    first, second = ({entry["job"]["seed"] for entry in groups.get(row, [])} for row in (claim.first, claim.second))
-    return first & second
-
-
-def compared(groups: dict[str, list[Entry]], first: Side, second: Side, both: set[int]) -> dict[str, Any]:
-    """Ratio of tokens per verify, or difference in points of α, of two sides, paired over the seeds `both` and over texts."""
-    sides = [
-        parts([entry for entry in groups[row] if entry["job"]["seed"] in both], measure)
-        for row, measure in (first, second)
-    ]
-    (a, of_a), (b, of_b) = map(resampled, sides)
-    count = int(sides[0][..., 1].sum())
-    tokens = MEASURES[first[1]][0] == "decoded" and "alpha" not in first[1]
-    found = interval(a / b, of_a / of_b, count) if tokens else interval(100 * (a - b), 100 * (of_a - of_b), count)
-    return found | {"settings": {"unit": "ratio" if tokens else "points", "first": a, "second": b, "seeds": len(both)}}
+def compared(first: Sums, second: Sums, tokens: bool) -> dict[str, Any]:
+    """Ratio of tokens per verify, or difference in points of α, of two sides, with the value of each over the same seeds."""
+    found = (gain if tokens else points)(first, second)
+    a, b = (ratio_row({seed: side[seed] for seed in first.keys() & second.keys()})["value"] for side in (first, second))
+    return found | {"settings": {"unit": "ratio" if tokens else "points", "first": a, "second": b}}
 
 
 def verdict(row: dict[str, Any], expects: int) -> str:
     """What the interval says of the expectation."""
+    if row["seeds"] < 2:
+        return "one seed: not judged"
     same = 1.0 if row["settings"]["unit"] == "ratio" else 0.0
     sign = 1 if row["low"] > same else -1 if row["high"] < same else 0
     if not sign:
@@ -312,17 +324,18 @@ def study_rows(entries: list[Entry], workers: int) -> list[dict[str, Any]]:
     """All rows of docs/studies/eagle.json: claims, heads, the choice of learning rates, minutes."""
     groups, rows = grouped(entries), []
     for claim in CLAIMS:
-        if not (both := common_seeds(groups, claim)):
-            continue
         for first, second in claim.sides:
-            found = compared(groups, first, second, both)
+            sides = [parts(groups.get(row, []), measure) for row, measure in (first, second)]
+            if not sides[0].keys() & sides[1].keys():
+                continue
+            found = compared(*sides, tokens=first[1].startswith(("chain", "tree")))
             found["settings"] |= {"section": claim.section, "paper": claim.paper, "expects": claim.expects}
             found["settings"] |= {"sides": [list(first), list(second)], "verdict": verdict(found, claim.expects)}
             if (claim.first, claim.second) == ("eagle3", "eagle1"):
                 found |= {"goal": f">= {GOAL}", "met": found["value"] >= GOAL}
             rows.append({"what": "claim"} | found)
     for name, group in groups.items():
-        about = {"row": name, "seeds": len(group)}
+        about = {"row": name}
         trained = {"parameters": group[0]["parameters"], "trainer": json.loads(group[0]["job"]["settings"])}
         seconds = float(np.mean([entry["seconds"][0] for entry in group]))
         rows.append({"what": CPU_SECONDS, "value": seconds, "count": len(group), "settings": about | trained})
@@ -338,6 +351,5 @@ def study_rows(entries: list[Entry], workers: int) -> list[dict[str, Any]]:
 
 def of_group(group: list[Entry], measure: str, domain: str) -> dict[str, Any]:
     """A head's value and interval; {} where nothing was counted: positions that no chain got to."""
-    of_texts = parts(group, measure, domain)
-    count = int(of_texts[..., 1].sum())
-    return interval(*resampled(of_texts), count) if count else {}
+    found = parts(group, measure, domain)
+    return ratio_row(found) if any(of_texts[:, 1].any() for of_texts in found.values()) else {}

@@ -4,10 +4,11 @@ claims."""
 from typing import Any
 
 K = 5  # tokens of a chain, and rollout steps that are measured
+NEW_TOKENS = 32  # that every prompt is continued by
 #: Which distribution teaches: the cache's default, and for the losses that a sample of it estimates with a bias the whole one.
 TEACHERS: dict[str, dict[str, Any]] = {"sampled": {"k": 64}, "full": {"distribution": "from_last"}}
 SHARED: dict[str, Any] = {"batch_tokens": 256, "other_lr": 0.0006, "validations": 1, "held_out_rows": 1}
-#: Four value heads are as wide as the head, so that its layer may start from the embedding (`models.eagle.start_from_embedding`).
+#: Four value heads: the layer's start has room for a guess as wide as the head (`models.eagle_start.start_from_embedding`).
 EAGLE3: dict[str, Any] = {"kind": "eagle3", "kv_heads": 4, "rollouts": 4, "matrix_lr": 0.04}
 PLAIN = EAGLE3 | {"embedding_start": False}  # the layer starts at random
 STATES = EAGLE3 | {"states_start": True, "matrix_lr": 0.005}  # at EAGLE3's rate the start is lost

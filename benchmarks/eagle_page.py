@@ -7,7 +7,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from eagle_claims import CPU_SECONDS, MINUTES, TUNING
-from eagle_heads import K
+from eagle_heads import NEW_TOKENS, K
 from markdown import machine, met, span, table
 
 PAGE = """# EAGLE heads: what they are here, and which of the papers' claims hold
@@ -38,10 +38,10 @@ learning rate, too: an eighth of the others'.
 *k-alpha* is teacher-forced: the acceptance of rollout step k, after k drafted tokens that were right, on held-out text; at
 T = 0 the share of likeliest tokens that are the target's, at T = 1 the mean of Σ min(p, q) against the target's whole
 distribution. *chain* and *tree* are tokens per verify, decoded: chains of {K}, and EAGLE-2's dynamic tree of 32 nodes (8 wide, 6
-deep; for Medusa 5 deep). α is compared in points, tokens per verify as a ratio. Intervals are 95 %, bootstrapped over texts and,
-crossed with them, seeds, the two sides alike; where a side lacks seeds, the row says so.
+deep; for Medusa 5 deep). α is compared in points, tokens per verify as a ratio, over the texts and seeds that both sides have.
+Intervals are 95 %, {intervals}. {chance}
 
-Machine: {machine}.
+Machine: {machine}. Revisions by which the heads were trained and measured: {revisions}.
 
 ## EAGLE-3 against EAGLE-1, the same tokens and the same tree
 
@@ -68,9 +68,11 @@ Tokens per verify and teacher-forced acceptance; CPU seconds are those of traini
 ## Limits
 
 The target is the demo's: four blocks of width 256, trained on little text, so its distributions are flat and its greedy choices
-hard to guess; a head sees {tokens} tokens, the papers' billions. Directions may carry over, sizes do not. A layer of a four-block
-target costs a quarter of it: this page counts tokens per verify and says nothing of speed ([decoding](decoding.md) measures that).
-The first comparison on a real target of 30 blocks has [a page of its own](smollm2.md).
+hard to guess; a head sees {tokens} tokens, the papers' billions. Directions may carry over, sizes do not. Texts end after
+{new_tokens} tokens: the verify that is cut off there counts as a whole one, which takes a little from every number and most from
+the better heads'. A layer of a four-block target costs a quarter of it: this page counts tokens per verify and says nothing of
+speed ([decoding](decoding.md) measures that). The first comparison on a real target of 30 blocks has
+[a page of its own](smollm2.md).
 """
 
 
@@ -87,13 +89,23 @@ def page(study: dict[str, Any]) -> str:
         K=K,
         budget=f"{cost['settings']['heads']} heads, {cost['value']:.0f} minutes on {cost['settings']['workers']} idle cores.",
         machine=machine(study["environment"]),
+        revisions=", ".join(study["revisions"]),
         goals=goal_table(row for row in claims if "goal" in row),
         claims=claim_tables(claims),
         heads=head_table(heads),
         tuning=head_table(tuning),
+        intervals=study["intervals"],
+        chance=chance(claims),
         meaning=meaning(claims),
         tokens=tokens_of(heads),
+        new_tokens=NEW_TOKENS,
     )
+
+
+def chance(claims: list[dict[str, Any]]) -> str:
+    """How many of the verdicts are to be expected where nothing differs."""
+    judged = sum(row["seeds"] > 1 for row in claims)
+    return f"{judged} comparisons are judged: where no two heads differed, about {judged / 20:.0f} would still be told apart."
 
 
 def unit(row: dict[str, Any], value: float) -> str:
@@ -129,7 +141,7 @@ def claim_tables(rows: list[dict[str, Any]]) -> str:
             paper, said = ("" if about["paper"] == said else about["paper"]), about["paper"]
             at = measure if measure == other else f"{measure}, against {other}"
             values = (number(about[side]) for side in ("first", "second"))
-            few = "" if about["seeds"] > 2 else f" ({about['seeds']} seed{'s' * (about['seeds'] > 1)})"
+            few = f" ({row['seeds']} seeds)" if row["seeds"] == 2 else ""
             lines.append((paper, here, at, *values, compared(row), about["verdict"] + few))
         heads = ("the paper says", "here", "measure", "first", "second", "first against second", "we find")
         tables.append(f"### {section}\n\n{table(heads, lines)}")
@@ -199,7 +211,7 @@ def meaning(claims: list[dict[str, Any]]) -> str:
     lines = []
     for first, second, do, instead in ADVICE:
         found = [row for row in claims if [side[0] for side in row["settings"]["sides"]] == [first, second]]
-        found = [row for row in found if row["settings"]["unit"] == "ratio"]
+        found = [row for row in found if row["settings"]["unit"] == "ratio" and row["seeds"] > 1]
         for_first = [row for row in found if row["low"] > 1.0]
         for_second = [row for row in found if row["high"] < 1.0]
         shown = "; ".join(f"{row['settings']['sides'][0][1]}: {compared(row)}" for row in found)

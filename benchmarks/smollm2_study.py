@@ -16,9 +16,11 @@ from draftsmith.data.cache.reader import CacheReader
 from draftsmith.train.settings import EagleTrainSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
+from bootstrap import METHOD
 from eagle import decoded, texts, trained_head
+from eagle_heads import NEW_TOKENS
 from smollm2_page import COMPARED, page, study_rows
-from study import Entry, Journal, Plan, command, do_missing, opened, processes, publish_study, study_parser
+from study import Entry, Journal, Plan, command, do_missing, opened, processes, publish_study, revisions, study_parser
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,17 @@ def main() -> None:
     parser.set_defaults(run=Path("runs/smollm2-135m"))
     arguments = parser.parse_args()
     tokens = 600 if arguments.quick else arguments.tokens
-    plan = Plan(arguments.run, arguments.folder / f"{tokens}-tokens", 0, *((2, 8) if arguments.quick else (6, 32)))
+    place = arguments.folder / (f"{tokens}-tokens" + "-quick" * arguments.quick)
+    plan = Plan(arguments.run, place, 0, *((2, 8) if arguments.quick else (6, NEW_TOKENS)))
+    plan.claim()
     todo = jobs(arguments.run, tokens, arguments.seeds)
     journal = Journal(plan.folder / "runs.jsonl", lambda entry: Job(**entry["job"]))
     if not arguments.page:
         do_missing(journal, {job: (plan, job) for job in todo}, run_job, processes(arguments.workers))
-    made = command("study-smollm2", parser, arguments)
-    rows = study_rows(journal.of(todo))
-    publish_study("smollm2", "smollm2", made, rows, page, plan.folder if arguments.quick else None)
+    if not (done := journal.of(todo)):
+        parser.error(f"no head is done in {plan.folder}")
+    made, about = command("study-smollm2", parser, arguments), {"intervals": METHOD, "revisions": revisions(done)}
+    publish_study("smollm2", "smollm2", made, study_rows(done), page, plan.folder if arguments.quick else None, about)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from transformers.utils import logging
 
 from draftsmith.data.rows import Rows
 from draftsmith.environment import describe_environment
-from draftsmith.files import publish_text
+from draftsmith.errors import UserError
+from draftsmith.files import publish_json, publish_text
 from draftsmith.models.target import Target
 from draftsmith.serving import target_of
 
@@ -36,6 +37,15 @@ class Plan:
     rows: int
     prompts: int
     new_tokens: int
+
+    def claim(self) -> None:
+        """Note in the folder of what its lines are. Raises UserError where it has lines of another target or of other prompts."""
+        sizes = {name: getattr(self, name) for name in ("rows", "prompts", "new_tokens")}
+        path, of = self.folder / "plan.json", {"target": opened(self.run)[0].fingerprint()} | sizes
+        if not path.is_file():
+            publish_json(path, of)
+        elif json.loads(path.read_text(encoding="utf-8")) != of:
+            raise UserError(f"{path}: this folder has lines of another target or other prompts; give another --folder")
 
 
 class Journal:
@@ -69,13 +79,18 @@ def do_missing(
     """`work(*todo[name])` for every name that the journal lacks, in this order; its line as soon as it is done."""
     missing = {name: given for name, given in todo.items() if name not in journal.found}
     print(f"{len(todo) - len(missing)} of {len(todo)} are done", flush=True)
-    started = time.monotonic()
+    started, revision = time.monotonic(), describe_environment()["revision"]
     with workers:
         running = {workers.submit(work, *given): name for name, given in missing.items()}
         for count, future in enumerate(as_completed(running), start=1):
-            journal.add(future.result())
+            journal.add(future.result() | {"revision": revision})
             left = (time.monotonic() - started) / 60 / count * (len(missing) - count)
             print(f"{count}/{len(missing)} {running[future]}; {left:.0f} minutes left", flush=True)
+
+
+def revisions(entries: Iterable[Entry]) -> list[str]:
+    """Of which revisions of the code these lines are."""
+    return sorted({str(entry.get("revision", "not noted")) for entry in entries})
 
 
 def processes(count: int) -> ProcessPoolExecutor:
@@ -128,10 +143,18 @@ def _told(path: Path) -> str:
 
 
 def publish_study(
-    name: str, page: str, command: str, rows: list[Entry], text: Callable[[Entry], str], smoke: Path | None = None
+    name: str,
+    page: str,
+    command: str,
+    rows: list[Entry],
+    text: Callable[[Entry], str],
+    smoke: Path | None = None,
+    about: Entry | None = None,
 ) -> None:
-    """docs/studies/<name>.json, a row a line, and docs/<page>.md, made from it; of a smoke test both in its folder."""
-    study = rounded({"environment": describe_environment(), "command": command, "rows": rows})
+    """docs/studies/<name>.json, a row a line, and docs/<page>.md, made from it; of a smoke test both in its folder. about: what
+    else the page says of all rows."""
+    made = {"environment": describe_environment(), "command": command}
+    study = rounded(made | (about or {}) | {"rows": rows})
     places = (DOCS / "studies", DOCS) if smoke is None else (smoke, smoke)
     publish_text(places[0] / f"{name}.json", study_text(study))
     publish_text(places[1] / f"{page}.md", text(study))

@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 from states import held_out, recipe, write_states
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from study import Entry, Journal, command, do_missing, publish_study, study_parser
+from bootstrap import METHOD
+from study import Entry, Journal, command, do_missing, publish_study, revisions, study_parser
 
 from draftsmith.files import digest
 from draftsmith.models.eagle import EagleHead
@@ -213,11 +214,13 @@ def main() -> None:
     folder = (given.folder / f"{tokens}-tokens").resolve()
     plan = Plan(given.run.resolve(), folder, given.environments.resolve(), tokens, *sizes)
     lines = run_all(plan, given.seeds, given.rates, given.ablations, given.workers)
-    rows = study_rows(lines, tokens)
+    rows, about = study_rows(lines, tokens), {"intervals": METHOD, "revisions": revisions(lines)}
     if given.longer:
         longer = replace(plan, folder=folder.with_name(f"{given.longer}-tokens-longer"), tokens=given.longer)
         rows += longer_rows(run_longer(longer, chosen_rates(lines), given.workers), given.longer)
-    publish_study("peers", "peers", command("bench-peers", parser, given), rows, page, folder if given.quick else None)
+    publish_study(
+        "peers", "peers", command("bench-peers", parser, given), rows, page, folder if given.quick else None, about
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bootstrap import Entry, gain, ratio_row, resampled
+from bootstrap import Entry, Sums, gain, pooled, ratio_row
 from markdown import machine, met, span, table
 
 #: what a line of training says of its recipe, by its name in ours, speculators' or SpecForge's settings
@@ -36,16 +36,16 @@ def of(entries: Sequence[Entry], what: str, recipe: str, **job: Any) -> list[Ent
     return sorted(found, key=lambda entry: int(entry["job"]["seed"]))
 
 
-def parts(group: Sequence[Entry], setting: str) -> np.ndarray:
-    """[seeds, prompts, 2]: tokens and verifies of every prompt."""
-    return np.array([entry["decoded"][setting] for entry in group], dtype=float)
+def parts(group: Sequence[Entry], setting: str) -> Sums:
+    """Tokens and verifies of every prompt [prompts, 2], by seed."""
+    return {int(entry["job"]["seed"]): np.array(entry["decoded"][setting], dtype=float) for entry in group}
 
 
 def best_of(entries: Sequence[Entry], peer: str) -> Entry:
     """Of a peer's lines, the one with the most tokens per verify on the prompts that choose, mean over what is decoded."""
 
     def score(entry: Entry) -> float:
-        return float(np.mean([resampled(parts([entry], setting))[0] for setting in entry["decoded"]]))
+        return float(np.mean([pooled(parts([entry], setting)).value for setting in entry["decoded"]]))
 
     return max(of(entries, "choosing", peer, seed=0), key=score)
 
@@ -79,9 +79,9 @@ def gain_rows(ours: Sequence[Entry], theirs: dict[str, list[Entry]], tokens: int
     rows = []
     for setting in ours[0]["decoded"]:
         sides = {peer: parts(group, setting) for peer, group in theirs.items()}
-        better = max(sides, key=lambda peer: resampled(sides[peer])[0])
+        better = max(sides, key=lambda peer: pooled(sides[peer]).value)
         rate = rate_name(theirs[better][0]["job"])
-        about = {"decoding": setting, "peer": better, "rate": rate, "seeds": len(ours), "tokens": tokens}
+        about = {"decoding": setting, "peer": better, "rate": rate, "tokens": tokens}
         rows.append({**gain(parts(ours, setting), sides[better]), "settings": about})
     return rows
 
@@ -105,7 +105,7 @@ def groups(entries: Sequence[Entry], what: str) -> dict[tuple[str, str, str], li
 def decoded_rows(entries: Sequence[Entry], kind: str, what: str, tokens: int) -> list[dict[str, Any]]:
     rows = []
     for (recipe, rate, change), group in groups(entries, kind).items():
-        about = {"recipe": recipe, "rate": rate, "change": change, "seeds": len(group), "tokens": tokens}
+        about = {"recipe": recipe, "rate": rate, "change": change, "tokens": tokens}
         for setting in group[0]["decoded"]:
             found = ratio_row(parts(group, setting))
             rows.append({"what": what, **found, "settings": about | {"decoding": setting}})
@@ -144,10 +144,10 @@ whose start and losses were chosen on those same other rows at seed 0, among abo
 better one's weights are kept, on the same rows; the peers keep their last. **The goal is held against the better peer at its best
 rate.** All heads are measured by one decoder, ours, after their logits in it have been found
 equal to those of the code that trained them. Chains draft K = 5 tokens; trees have 32 nodes: at T = 0 EAGLE-2's dynamic tree, at
-T = 1 one static tree for all, its siblings sampled without replacement. Intervals are 95 %, bootstrapped over prompts and seeds,
-the same for both sides.
+T = 1 one static tree for all, its siblings sampled without replacement. Intervals are 95 %,
+{intervals}, both sides paired.
 
-Machine: {machine}. Packages: {packages}.
+Machine: {machine}. Packages: {packages}. Revisions by which the heads were trained: {revisions}.
 
 ## Ours over the better peer
 
@@ -223,6 +223,8 @@ def page(study: dict[str, Any]) -> str:
         command=study["command"],
         tokens=rows[0]["settings"]["tokens"],
         machine=machine(study["environment"]),
+        revisions=", ".join(study["revisions"]),
+        intervals=study["intervals"],
         packages=", ".join(f"{key} {value}" for key, value in packages.items()),
         goals=gain_table([row for row in rows if row["what"] == GAIN]),
         defaults=gain_table([row for row in rows if row["what"].endswith("at its default rate")]),
@@ -265,7 +267,7 @@ def tau_table(rows: list[dict[str, Any]]) -> str:
     lines: dict[tuple[str, str, str], dict[str, str]] = {}
     for row in rows:
         about = row["settings"]
-        key = (", ".join(filter(None, (about["recipe"], about["change"]))), about["rate"], str(about["seeds"]))
+        key = (", ".join(filter(None, (about["recipe"], about["change"]))), about["rate"], str(row["seeds"]))
         lines.setdefault(key, {})[about["decoding"]] = span(row, 3)
     found = [(*key, *(cells.get(name, "–") for name in columns)) for key, cells in lines.items()]
     return table(("recipe", "learning rate", "seeds", *columns), found)

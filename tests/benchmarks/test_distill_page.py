@@ -3,11 +3,10 @@
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from distill_page import page, points, resampled, study_rows
+from distill_page import page, study_rows
 
 
 def line(loss: str, seed: int, alpha: float, size: str = "two blocks", tokens: int = 1000):
@@ -39,26 +38,12 @@ def test_the_goal_is_points_of_alpha_over_hard_cross_entropy_on_code(default, me
     assert start["value"] == pytest.approx(100 * (default - 0.3))
 
 
-def test_the_interval_holds_the_spread_of_seeds_and_of_texts_and_differences_are_paired():
-    rng = np.random.default_rng(0)
-    texts, seeds = rng.normal(0.0, 0.1, 24), rng.normal(0.0, 0.05, 3)
-    parts = np.stack([np.stack([0.5 + texts + seed, np.ones(24)], -1) for seed in seeds])
-    value, samples = resampled(parts)
-    assert value == pytest.approx(parts[..., 0].mean())
-    expected = np.sqrt(texts.var() / 24 + seeds.var() / 3)
-    assert samples.std() == pytest.approx(expected, rel=0.15)
-    better = parts.copy()
-    better[..., 0] += 0.1
-    gain = points(better, parts)
-    assert (gain["low"], gain["high"]) == (pytest.approx(10.0), pytest.approx(10.0))
-
-
 def test_the_page_holds_the_rows_numbers_and_says_what_is_missed_and_what_is_slower():
     speed = {"value": 0.7, "low": 0.6, "high": 0.8, "count": 4}
     about = {"domain": "code", "temperature": 1.5, "drafting": "greedy"}
     slow = {"what": "failure mode: speed-up, demo target", **speed, "settings": about}
     rows = [*study_rows(entries(0.54), ("forward_kl", "top-k 64"), "top-k 64", 1000), slow]
-    text = page({"environment": {"cores": 2}, "command": "make study-distill", "rows": rows})
+    text = page({"environment": {"cores": 2}, "command": "make study-distill", "intervals": "so", "rows": rows})
     assert "| 4.0 | 4.0 – 4.0 | >= 5.0 | **no** |" in text
     assert "Slower than plain decoding in 1 of 1 settings" in text
     assert "| two blocks | untrained | 0 | 0.30" in text

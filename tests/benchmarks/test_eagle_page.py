@@ -11,6 +11,7 @@ from eagle_claims import CLAIMS, MEASURES, study_rows
 from eagle_heads import LONG, ROWS, WITH_TREE, K
 from eagle_page import ADVICE, page
 
+ABOUT = {"command": "make study-eagle", "intervals": "so", "revisions": ["one", "two"]}
 DOMAINS = ("code", "prose", "chat")
 
 
@@ -49,18 +50,34 @@ def test_a_claim_is_compared_over_common_seeds_and_its_verdict_is_what_the_inter
     found = {row["settings"]["sides"][0][1]: row for row in rows if row["settings"]["sides"][1][0].endswith("rollouts")}
     assert found["1-alpha, T = 1"]["value"] == pytest.approx(5.0)  # points
     assert found["chain, T = 0"]["value"] == pytest.approx(2.5 / 1.5)  # a ratio
-    assert {row["settings"]["seeds"] for row in found.values()} == {2}
-    assert {row["settings"]["verdict"] for row in found.values()} == {"as the paper says"}
+    assert {row["seeds"] for row in found.values()} == {2}
+    assert {row["settings"]["verdict"] for row in found.values()} == {
+        "the first is better"
+    }  # no paper says it of our start
     worse = [row for row in study_rows(entries(1.0), workers=2) if row["what"] == "claim"]
     verdicts = {row["settings"]["verdict"] for row in worse if row["settings"]["unit"] == "ratio"}
-    assert verdicts == {"the other way", "no difference shown"}  # the trees here add nothing to the chains
+    assert verdicts == {
+        "the other way",
+        "the second is better",
+        "no difference shown",
+    }  # trees here add nothing to chains
+
+
+def test_one_seed_is_no_verdict_and_no_advice():
+    rows = study_rows(entries(2.5, seeds=1), workers=2)
+    assert {row["settings"]["verdict"] for row in rows if row["what"] == "claim" and row["seeds"] == 1} == {
+        "one seed: not judged"
+    }
+    assert "take `kind: eagle3`" not in page({"environment": {"cores": 2}, **ABOUT, "rows": rows})
 
 
 def test_a_study_that_was_cut_short_yields_a_page_that_says_what_it_has():
     rows = study_rows(entries(2.5), workers=2)
-    text = page({"environment": {"cores": 2}, "command": "make study-eagle", "rows": rows})
+    text = page({"environment": {"cores": 2}, **ABOUT, "rows": rows})
     assert "| tree, T = 0 | 2.50 | 2.00 | 1.25 × (1.25 to 1.25) | >= 1.2 | yes |" in text
-    assert "1.67 × (1.67 to 1.67) | as the paper says (2 seeds) |" in text
+    assert "1.67 × (1.67 to 1.67) | the first is better (2 seeds) |" in text
+    assert "7 comparisons are judged: where no two heads differed, about 0 would" in text
+    assert "trained and measured: one, two." in text
     assert "| eagle3, no rollouts | 2 | 30 | 1.50 (1.50–1.50)" in text
     assert "a head sees 1,000 tokens" in text
     assert "9 heads, 4 minutes on 2 idle cores" in text

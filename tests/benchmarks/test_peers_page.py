@@ -8,6 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "peers"))
 from peers_page import best_of, gain, longer_rows, page, parts, study_rows
 
+ABOUT = {"command": "make bench-peers", "intervals": "so", "revisions": ["one"]}
 SETTINGS = ("chain T=0", "tree T=0")
 
 
@@ -59,7 +60,7 @@ def test_the_goal_is_held_against_the_better_peer_at_its_best_rate(ours, met):
 def test_a_gain_is_paired_by_prompt():
     hard_and_easy = [[100, 100.0], [100, 20.0], [100, 50.0], [100, 33.0]]
     slower = [[tokens, 1.2 * verifies] for tokens, verifies in hard_and_easy]
-    ours, theirs = ([{"decoded": {"chain": prompts}}] for prompts in (hard_and_easy, slower))
+    ours, theirs = ([{"job": {"seed": 0}, "decoded": {"chain": prompts}}] for prompts in (hard_and_easy, slower))
     found = gain(parts(ours, "chain"), parts(theirs, "chain"))
     assert (found["low"], found["high"]) == (pytest.approx(1.2), pytest.approx(1.2))
 
@@ -72,7 +73,7 @@ def test_the_page_says_what_is_missed_and_holds_every_recipe_and_rate():
     ]
     later = longer_rows([line("final", "ours", 3.0), line("final", "b", 2.4, rate=0.01)], 9000)
     rows = [*study_rows(entries, 1000), *later]
-    text = page({"environment": {"cores": 2}, "command": "make bench-peers", "rows": rows})
+    text = page({"environment": {"cores": 2}, **ABOUT, "rows": rows})
     assert "| chain T=0 | a, 0.01 | 1.050 | 1.050 – 1.050 | >= 1.1 | **no** |" in text
     assert "| tree T=0 | b, default | 1.400 |" in text
     assert "| b | 0.01 | 2 | 1.800 (1.80–1.80) |" in text

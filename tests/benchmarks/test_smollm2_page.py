@@ -11,6 +11,8 @@ from smollm2_page import GAIN, SETTINGS, page, study_rows
 
 from draftsmith.train.settings import EagleTrainSettings
 
+ABOUT = {"command": "make study-smollm2", "intervals": "so", "revisions": ["one"]}
+
 
 def line(head: str, tau: float, seed: int = 0):
     """A line of runs.jsonl whose every prompt of 60 tokens took 60 / tau verifies."""
@@ -41,12 +43,19 @@ def test_seeds_are_put_together_as_sums():
     entries = [line("eagle1", 1.0, 0), line("eagle1", 1.0, 1), line("eagle3", 2.0, 0), line("eagle3", 3.0, 1)]
     row = next(row for row in study_rows(entries) if row["what"] == GAIN)
     assert row["value"] == pytest.approx(120 / (30 + 20))
-    assert row["settings"]["seeds"] == 2
+    assert row["seeds"] == 2
+
+
+def test_a_study_that_was_cut_short_compares_what_is_done():
+    alone = study_rows([line("eagle3", 2.0)])
+    assert not [row for row in alone if row["what"] == GAIN]
+    rows = study_rows([line("eagle1", 1.0, 2), *(line("eagle3", 1.0 + seed, seed) for seed in range(3))])
+    assert next(row for row in rows if row["what"] == GAIN)["value"] == pytest.approx(3.0)  # the seed that both have
 
 
 def test_the_page_says_which_goal_is_missed_and_what_each_head_is():
     rows = study_rows([line("eagle1", 1.2), line("eagle3", 1.3), line("eagle3-as-published", 1.1)])
-    text = page({"rows": json.loads(json.dumps(rows)), "command": "make study-smollm2", "environment": {"cores": 2}})
+    text = page({"rows": json.loads(json.dumps(rows)), "environment": {"cores": 2}, **ABOUT})
     assert text.count("**no**") == 2
     assert "the same 100 tokens" in text.replace("\n", " ")
     assert "| tree, T = 0 | code | 1.20 (1.20–1.20) | 1.30 (1.30–1.30) | 1.10 (1.10–1.10) |" in text

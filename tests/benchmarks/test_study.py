@@ -45,7 +45,9 @@ def test_what_the_journal_holds_is_not_done_again_and_the_rest_is_noted_in_order
     do_missing(journal(path), {"b": ("b", 2)}, called, ThreadPoolExecutor(1))
     do_missing(journal(path), {name: (name, 0) for name in "abc"}, called, ThreadPoolExecutor(1))
     assert calls == ["b", "a", "c"]
-    assert journal(path).of("abcd") == [work("a", 0), work("b", 2), work("c", 0)]
+    found = journal(path).of("abcd")
+    assert [(entry["job"], entry["value"]) for entry in found] == [("a", 0), ("b", 2), ("c", 0)]
+    assert all(entry["revision"] for entry in found)
 
 
 def test_a_line_that_a_kill_cut_off_counts_as_not_done_and_does_not_spoil_the_next(tmp_path):
