@@ -54,7 +54,7 @@ def test_a_study_that_was_cut_short_compares_what_is_done():
 
 
 def test_the_page_says_which_goal_is_missed_and_what_each_head_is():
-    rows = study_rows([line("eagle1", 1.2), line("eagle3", 1.3), line("eagle3-as-published", 1.1)])
+    rows = study_rows([line("eagle1", 1.2), line("eagle3", 1.3), line("eagle3-plain", 1.1)])
     text = page({"rows": json.loads(json.dumps(rows)), "environment": {"cores": 2}, **ABOUT})
     assert text.count("**no**") == 2
     assert "the same 100 tokens" in text.replace("\n", " ")
