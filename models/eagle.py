@@ -304,11 +304,11 @@ def new_eagle_head(
 ) -> EagleHead:
     """A fresh head on the target's device, of the target's width if none is given. switches: further fields of `EagleConfig`.
 
-    Weights are N(0, 0.02); the output head starts from the target's rows for the draft's tokens (`head_from_target`; in a narrower
-    head, from their coordinates along their leading singular directions), which is worth more than any choice of loss at small
-    budgets; the layer starts from the target's states (`start_from_states`) if `slots` are given, or from the embedding
-    (`start_from_embedding`) if `sample_taps` [n, A, W] are and the head has attention as wide as itself. Raises UserError for
-    impossible shapes.
+    Weights are N(0, 0.02), biases 0; the output head starts from the target's rows for the draft's tokens (`head_from_target`;
+    in a narrower head, from their coordinates along their leading singular directions), which is worth more than any choice of
+    loss at small budgets; the layer starts from the target's states (`start_from_states`) if `slots` are given, or from the
+    embedding (`start_from_embedding`) if `sample_taps` [n, A, W] are and the head has attention as wide as itself. Raises
+    UserError for impossible shapes.
     """
     source = target.config
     head_dim = getattr(source, "head_dim", None) or target.width // source.num_attention_heads
@@ -339,6 +339,9 @@ def new_eagle_head(
         for parameter in head.parameters():
             if parameter.ndim == 2:
                 parameter.normal_(0.0, 0.02, generator=generator)
+        for module in head.modules():  # a bias would start from whatever this process drew before
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                module.bias.zero_()
         if head.confidence_head is not None:
             head.confidence_head.weight.zero_()
         if head.lm_head is not None:

@@ -122,3 +122,13 @@ def test_a_head_whose_attention_is_narrower_than_it_is_cannot_start_from_states(
     target = tiny_target()
     with pytest.raises(UserError, match="attention as wide as the head"):
         new_eagle_head(target, TAPS, DraftVocabulary.all_of(target.vocabulary), width=12, slots=[])
+
+
+def test_a_fresh_head_is_its_seeds_whatever_the_process_drew_before():
+    """Biases included: another start would refuse to continue an interrupted training."""
+    target, heads = tiny_target(), []
+    for _ in range(2):
+        torch.rand(17)
+        full = DraftVocabulary.all_of(target.vocabulary)
+        heads.append(new_eagle_head(target, TAPS, full, fc_bias=True, confidence=True, seed=3).state_dict())
+    assert all(torch.equal(value, heads[1][name]) for name, value in heads[0].items())
