@@ -134,6 +134,8 @@ def started_config(folder: Path, settings: EagleTrainSettings) -> EagleConfig | 
             raise UserError(f"eagle start: {folder} has {config.heads} Medusa heads; set rollouts to that")
     elif settings.confidence and not config.confidence:
         raise UserError(f"eagle start: {folder} has no confidence output to train; set confidence to 0")
+    elif settings.feature_loss and config.width != config.target_width:
+        raise UserError(f"eagle start: {folder} is narrower than its target's states; set feature_loss to 0")
     return config
 
 

@@ -215,6 +215,8 @@ class EagleTrainSettings(TrainSettings):
             raise ValueError(f"{extra[0]}: kind {self.kind} has no use for it; leave it out, or give another kind")
         if self.start and (given := [name for name in SHAPE if getattr(self, name) != fields[name].default]):
             raise ValueError(f"{given[0]}: a start from another head brings it along; leave it out, or leave start out")
+        if self.taps is not None and list(self.taps) != sorted(set(self.taps)):
+            raise ValueError(f"taps: {list(self.taps)} must be rising block numbers, as heads are stored and served")
         if self.feature_loss and self.width is not None:
             raise ValueError("feature_loss: compares the head's state with the target's, so leave width out")
         if self.states_start and self.inputs != "shifted":

@@ -98,12 +98,12 @@ def test_survival_weighs_each_prediction_by_the_acceptance_of_those_before_it(ta
 
 
 def test_a_head_of_some_taps_reads_those_columns_of_the_batch(target, batch):
-    settings = EagleTrainSettings(taps=(2, 0), rollouts=2, embedding_start=False)
+    settings = EagleTrainSettings(taps=(0, 2), rollouts=2, embedding_start=False)
     full = DraftVocabulary.all_of(target.vocabulary)
     head = new_head(target, TAPS, full, settings)
-    assert head.config.taps == (2, 0)
+    assert head.config.taps == (0, 2)
     objective = new_objective(head, target, TAPS, settings)
-    assert torch.equal(objective.features(batch), batch.taps[:, :, [2, 0]])
+    assert torch.equal(objective.features(batch), batch.taps[:, :, [0, 2]])
     with pytest.raises(UserError, match="the cache has"):
         new_head(target, TAPS, full, EagleTrainSettings(taps=(0, 3)))
 
@@ -277,6 +277,10 @@ def test_training_goes_on_from_a_head_with_its_weights_and_its_mapping(tmp_path)
     ):
         with pytest.raises(UserError, match=said):
             train_eagle(target, reader, rows, settings.model_copy(update=change), tmp_path / "x", 0)
+    new_eagle_head(target, reader.taps, kept, width=16).save(tmp_path / "narrow")
+    narrow = settings.model_copy(update={"start": str(tmp_path / "narrow"), "feature_loss": 1.0})
+    with pytest.raises(UserError, match="set feature_loss to 0"):
+        train_eagle(target, reader, rows, narrow, tmp_path / "x", 0)
     with pytest.raises(ValidationError, match="draft_vocabulary: a start from another head brings it along"):
         EagleTrainSettings(start="head", draft_vocabulary=60)
     new_medusa_heads(target, DraftVocabulary.all_of(target.vocabulary), 3).save(tmp_path / "medusa")
@@ -301,6 +305,8 @@ def test_a_vocabulary_for_a_share_of_the_tokens_covers_it_and_is_no_larger_than_
         ({"kind": "eagle1", "draft_vocabulary": 100}, "draft_vocabulary"),
         ({"kind": "eagle1", "norm_taps": True}, "norm_taps"),
         ({"width": 16, "feature_loss": 1.0}, "feature_loss"),
+        ({"taps": (2, 0)}, "taps"),
+        ({"taps": (1, 1)}, "taps"),
     ],
 )
 def test_options_that_a_kind_has_no_use_for_are_refused(settings, named):
