@@ -347,8 +347,7 @@ def new_eagle_head(
         if head.lm_head is not None:
             down = torch.eye(width)
             if head_from_target or sample_taps is not None or slots is not None:
-                rows = target.model.get_output_embeddings().weight[vocabulary.target_ids.to(target.device)]
-                rows = rows.detach().float().cpu()
+                rows = target.head_rows(vocabulary.target_ids).float().cpu()
                 if width > target.width:
                     raise UserError(
                         f"EAGLE head: {width} is wider than the target, which it cannot start from; set head_from_target, "

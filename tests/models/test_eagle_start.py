@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from architectures import target_of
 from kit import tiny_target
 
 from draftsmith.errors import UserError
@@ -132,3 +133,11 @@ def test_a_fresh_head_is_its_seeds_whatever_the_process_drew_before():
         full = DraftVocabulary.all_of(target.vocabulary)
         heads.append(new_eagle_head(target, TAPS, full, fc_bias=True, confidence=True, seed=3).state_dict())
     assert all(torch.equal(value, heads[1][name]) for name, value in heads[0].items())
+
+
+@pytest.mark.parametrize("name", ["Llama", "Granite", "Cohere"])  # the last two scale their logits
+def test_an_output_head_that_starts_from_the_targets_scales_as_it_does(name):
+    target = target_of(name)
+    half = DraftVocabulary(torch.arange(0, target.vocabulary, 2), target.vocabulary)
+    head, last = new_eagle_head(target, TAPS, half), torch.randn(3, target.width)
+    torch.testing.assert_close(head.lm_head(last), target.head(last)[:, half.target_ids])
