@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # With this scale a slot's score for itself is 1.5² · √head_dim, far above those of other tokens.
 SELF_ATTENTION = 1.5
-RIDGE = 0.01  # of the mean square of the inputs
+RIDGE = 0.01  # of the median input's sum of squares: a few huge inputs of a text's first token do not count
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def leading_directions(rows: Tensor, count: int) -> Tensor:
 
 
 def _ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """M [out, in] that minimises Σ ‖M x − y‖² + λ ‖M‖² over pairs of x [n, in] and y [n, out]; λ is `RIDGE` of Σ x² / in. Raises
-    UserError for no pairs, or inputs that are zero."""
+    """M [out, in] that minimises Σ ‖M x − y‖² + λ ‖M‖² over pairs of x [n, in] and y [n, out]; λ is `RIDGE` of the median over
+    inputs of Σ x². Raises UserError for no pairs, or inputs that are zero."""
     inner = outer = torch.zeros((), dtype=torch.float64)
     for x, y in pairs:
         inner, outer = inner + (x.T @ x).double(), outer + (x.T @ y).double()
@@ -134,5 +134,6 @@ def _ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
             "states_start: the rows that are trained on have no two neighbouring tokens with states to fit; train on more "
             "tokens, or set states_start to false"
         )
-    inner.diagonal().add_(RIDGE * inner.diagonal().mean())
+    squares = inner.diagonal()
+    squares.add_(RIDGE * max(float(squares.median()), 1e-9 * float(squares.mean())))
     return torch.linalg.solve(inner, outer).T.float()

@@ -141,3 +141,14 @@ def test_an_output_head_that_starts_from_the_targets_scales_as_it_does(name):
     half = DraftVocabulary(torch.arange(0, target.vocabulary, 2), target.vocabulary)
     head, last = new_eagle_head(target, TAPS, half), torch.randn(3, target.width)
     torch.testing.assert_close(head.lm_head(last), target.head(last)[:, half.target_ids])
+
+
+def test_huge_states_in_first_tokens_do_not_spoil_a_start_from_the_states():
+    """As of large models: two numbers of a thousand and more there, of the rest about 1."""
+    target = tiny_target(num_key_value_heads=4)
+    text, unseen = MadeText(target, 60), MadeText(target, 20, seed=3)
+    text.taps[:, 0, :, 7] += 1e4
+    text.taps[:, 0, :, 20] -= 5e3
+    full = DraftVocabulary.all_of(target.vocabulary)
+    head = new_eagle_head(target, TAPS, full, kv_heads=4, slots=list(text.slots()))
+    assert min(explained(head, unseen, 3)) > 0.6
