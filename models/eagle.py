@@ -86,6 +86,8 @@ class EagleConfig:
             wrong.append(f"head_dim {self.head_dim} is odd, and RoPE turns pairs")
         if wrong:
             raise UserError(f"EAGLE head: impossible shape: {'; '.join(wrong)}")
+        if sorted(set(self.taps)) != list(self.taps):
+            raise UserError(f"EAGLE head: taps {list(self.taps)} do not rise; name each once, from the lowest block up")
         if self.kind not in KINDS or self.inputs not in INPUTS:
             raise UserError(f"EAGLE head: kind {self.kind!r} with inputs {self.inputs!r}; there are {KINDS}, {INPUTS}")
         if self.kind == "eagle1":

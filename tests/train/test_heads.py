@@ -97,11 +97,13 @@ def test_survival_weighs_each_prediction_by_the_acceptance_of_those_before_it(ta
     torch.testing.assert_close(objective(batch).loss, total, rtol=1e-4, atol=1e-4)
 
 
-def test_a_head_of_some_taps_reads_those_columns_of_the_batch(target, batch):
+def test_a_head_of_some_taps_reads_those_columns_of_the_batch_and_is_loaded_again(tmp_path, target, batch):
     settings = EagleTrainSettings(taps=(0, 2), rollouts=2, embedding_start=False)
     full = DraftVocabulary.all_of(target.vocabulary)
     head = new_head(target, TAPS, full, settings)
     assert head.config.taps == (0, 2)
+    head.save(tmp_path)
+    assert EagleHead.load(tmp_path, target).config == head.config
     objective = new_objective(head, target, TAPS, settings)
     assert torch.equal(objective.features(batch), batch.taps[:, :, [0, 2]])
     with pytest.raises(UserError, match="the cache has"):
@@ -305,8 +307,8 @@ def test_a_vocabulary_for_a_share_of_the_tokens_covers_it_and_is_no_larger_than_
         ({"kind": "eagle1", "draft_vocabulary": 100}, "draft_vocabulary"),
         ({"kind": "eagle1", "norm_taps": True}, "norm_taps"),
         ({"width": 16, "feature_loss": 1.0}, "feature_loss"),
-        ({"taps": (2, 0)}, "taps"),
-        ({"taps": (1, 1)}, "taps"),
+        ({"taps": (2, 0)}, r"taps: must rise.*\[0, 2\]"),
+        ({"taps": (1, 1)}, "taps: must rise"),
     ],
 )
 def test_options_that_a_kind_has_no_use_for_are_refused(settings, named):
