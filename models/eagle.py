@@ -306,10 +306,10 @@ def new_eagle_head(
 ) -> EagleHead:
     """A fresh head on the target's device, of the target's width if none is given. switches: further fields of `EagleConfig`.
 
-    Weights are N(0, 0.02), biases 0; the output head starts from the target's rows for the draft's tokens (`head_from_target`;
-    in a narrower head, from their coordinates along their leading singular directions), which is worth more than any choice of
-    loss at small budgets; the layer starts from the target's states (`start_from_states`) if `slots` are given, or from the
-    embedding (`start_from_embedding`) if `sample_taps` [n, A, W] are and the head has attention as wide as itself. Raises
+    Weights are N(0, 0.02); the output head starts from the target's rows for the draft's tokens (`head_from_target`; in a narrower
+    head, from their coordinates along their leading singular directions), which is worth more than any choice of loss at small
+    budgets; the layer starts from the target's states (`start_from_states`) if `slots` are given, or from the embedding
+    (`start_from_embedding`) if `sample_taps` [n, A, W] are and the head has no more value dimensions than it is wide. Raises
     UserError for impossible shapes.
     """
     source = target.config
@@ -359,14 +359,14 @@ def new_eagle_head(
                     down = leading_directions(rows, width)
             if head_from_target:
                 head.lm_head.weight.copy_(rows @ down.T)
-            wide = config.heads * config.head_dim == width
-            if slots is not None and not wide:
+            values = config.kv_heads * config.head_dim
+            if slots is not None and values > width:
                 raise UserError(
-                    f"EAGLE head: a start from the target's states needs attention as wide as the head, not "
-                    f"{config.heads * config.head_dim} of {width}; set states_start to false"
+                    f"EAGLE head: a start from the target's states needs at most as many value dimensions (kv_heads times "
+                    f"{config.head_dim}) as the head is wide, not {values} of {width}; set fewer kv_heads, or states_start to false"
                 )
             if slots is not None:
                 start_from_states(head, slots, down)
-            elif sample_taps is not None and wide:
+            elif sample_taps is not None and values <= width:
                 start_from_embedding(head, sample_taps, down)
     return head.to(target.device)

@@ -98,7 +98,8 @@ def _pass_on(head: "EagleHead", linear: Tensor, down: Tensor) -> Tensor:
     through the value dimensions, of the same shape.
 
     Query and key are one map of the normed embedding, and a slot matches itself best. Value and output projection span the leading
-    right singular vectors of the output head: all directions if there are as many value dimensions as the head is wide.
+    right singular vectors of the output head: all directions if there are as many value dimensions as the head is wide, of which
+    there may be no more. How many heads read them does not matter.
     """
     config, attention, output = head.config, head.first_layer.self_attn, head.lm_head
     assert output is not None

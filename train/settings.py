@@ -171,8 +171,8 @@ class EagleTrainSettings(TrainSettings):
     draft_vocabulary: size V_d, the most frequent supervised tokens, or below 1 the share of them that it must cover (null: the
     whole vocabulary). width, kv_heads, intermediate: as in the target unless given; taps: those of the cache's that are fused,
     ascending (null: all). head_from_target: start the output head from the target's rows; embedding_start: start the layer so that
-    it passes the joined token's embedding on, in heads whose attention is as wide as they are; states_start: start it as a guess
-    of the target's next state instead, which takes cache.last (both in `models.eagle_start`).
+    it passes the joined token's embedding on, in heads with no more value dimensions than they are wide; states_start: start it as
+    a guess of the target's next state instead, which takes cache.last (both in `models.eagle_start`).
     norm_taps, norm_state: EAGLE-3.1. inputs: what a slot joins, "shifted" or one of EAGLE's ablations.
 
     detach: no gradient between rollout steps (HASS, together with top_k_cross_entropy). feature_loss: weight of the regression to

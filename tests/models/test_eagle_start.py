@@ -18,15 +18,18 @@ def rms(x, gain, eps):
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * gain
 
 
-def test_started_from_the_embedding_a_head_predicts_what_its_output_head_reads_there():
-    """At every rollout step, far above chance (1 in 150), which is where a head without that start stands."""
-    target = tiny_target(num_key_value_heads=4)
+@pytest.mark.parametrize("shape", [(4, 4, 8), (4, 2, 16), (2, 2, 12)], ids=["as wide", "wider", "narrower"])
+def test_started_from_the_embedding_a_head_predicts_what_its_output_head_reads_there(shape):
+    """At every rollout step, far above chance (1 in 150), which is where a head without that start stands; whatever the width of
+    the target's attention (32 of 32, 64, 24)."""
+    heads, kv_heads, head_dim = shape
+    target = tiny_target(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
     torch.manual_seed(0)
     taps, tokens = torch.randn(400, 3, target.width), torch.randint(6, 100, (1, 400))
     joined = target.model.get_input_embeddings()(tokens)
 
     def agreement(sample):
-        head = new_eagle_head(target, TAPS, DraftVocabulary.all_of(target.vocabulary), kv_heads=4, sample_taps=sample)
+        head = new_eagle_head(target, TAPS, DraftVocabulary.all_of(target.vocabulary), sample_taps=sample)
         wanted = head.lm_head(rms(joined, torch.ones(target.width), 1e-6)).argmax(-1)[0]
         states = list(rollout(head, tokens, taps[None], 3))
         return [
@@ -81,13 +84,14 @@ def explained(head, text, steps):
     return found
 
 
-def test_started_from_the_states_a_head_guesses_the_targets_next_state_at_every_rollout_step():
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(4, 8), (2, 16)])
+def test_started_from_the_states_a_head_guesses_the_targets_next_state_at_every_rollout_step(kv_heads, head_dim):
     """A slot that joins another token than the next one, or no such start, explains nothing."""
-    target = tiny_target(num_key_value_heads=4)
+    target = tiny_target(num_key_value_heads=kv_heads, head_dim=head_dim)
     text, unseen = MadeText(target, 60), MadeText(target, 20, seed=3)
 
     def started(slots):
-        head = new_eagle_head(target, TAPS, DraftVocabulary.all_of(target.vocabulary), kv_heads=4, slots=slots)
+        head = new_eagle_head(target, TAPS, DraftVocabulary.all_of(target.vocabulary), slots=slots)
         return explained(head, unseen, 3)
 
     assert min(started(list(text.slots()))) > 0.7
@@ -119,10 +123,10 @@ def test_its_output_head_reads_states_of_the_size_that_the_targets_have():
     torch.testing.assert_close(head.norm.weight, size.expand(target.width), rtol=1e-5, atol=1e-5)
 
 
-def test_a_head_whose_attention_is_narrower_than_it_is_cannot_start_from_states():
-    target = tiny_target()
-    with pytest.raises(UserError, match="attention as wide as the head"):
-        new_eagle_head(target, TAPS, DraftVocabulary.all_of(target.vocabulary), width=12, slots=[])
+def test_a_head_with_more_value_dimensions_than_it_is_wide_cannot_start_from_states():
+    target = tiny_target(head_dim=16)
+    with pytest.raises(UserError, match="not 64 of 32"):
+        new_eagle_head(target, TAPS, DraftVocabulary.all_of(target.vocabulary), kv_heads=4, slots=[])
 
 
 def test_a_fresh_head_is_its_seeds_whatever_the_process_drew_before():
