@@ -1,8 +1,8 @@
 """What a training run can be told. Kept apart from the code that trains, so that a config is read and checked without torch."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from draftsmith.settings import Settings
 
@@ -203,6 +203,17 @@ class EagleTrainSettings(TrainSettings):
     noise: float = Field(0.0, ge=0)
     confidence: float = Field(0.0, ge=0)
 
+    @field_validator("draft_vocabulary", mode="before")
+    @classmethod
+    def _share_or_size(cls, value: Any) -> Any:
+        """A share of everything is not a vocabulary of one token."""
+        if isinstance(value, float) and value >= 1:
+            raise ValueError(
+                f"{value} is neither a share below 1 nor a number of tokens, which has no decimal point; null is the whole "
+                "vocabulary"
+            )
+        return value
+
     @property
     def needs_last(self) -> bool:
         """Whether the cache must hold the target's last states."""
@@ -221,6 +232,11 @@ class EagleTrainSettings(TrainSettings):
             raise ValueError("feature_loss: compares the head's state with the target's, so leave width out")
         if self.states_start and self.inputs != "shifted":
             raise ValueError(f"states_start: is fitted to shifted inputs, not {self.inputs}; set states_start to false")
+        if self.states_start and not self.head_from_target:
+            raise ValueError(
+                "states_start: guesses states as the target's output head reads them; set head_from_target to true, or "
+                "states_start to false"
+            )
         return self
 
 

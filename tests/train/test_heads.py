@@ -351,6 +351,9 @@ def test_the_default_start_is_left_out_where_the_layer_could_not_carry_the_embed
         ({"width": 16, "feature_loss": 1.0}, "feature_loss"),
         ({"taps": (2, 0)}, r"taps: must rise.*\[0, 2\]"),
         ({"taps": (1, 1)}, "taps: must rise"),
+        ({"states_start": True, "head_from_target": False}, "states_start.*head_from_target"),
+        ({"draft_vocabulary": 1.0}, "1.0 is neither a share below 1"),
+        ({"draft_vocabulary": 2048.0}, "neither a share below 1 nor a number of tokens"),
     ],
 )
 def test_options_that_a_kind_has_no_use_for_are_refused(settings, named):
