@@ -128,6 +128,23 @@ class Config(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _starts_are_not_overwritten(self) -> Self:
+        """A training empties the folder that it writes before it reads where it starts."""
+        selective = self.distill.selective
+        read = [
+            ("distill.checkpoint", self.distill.checkpoint, "draft"),
+            ("distill.selective.reference", None if selective is None else selective.reference, "draft"),
+            *((f"eagle.{name}.start", head.start, f"eagle/{name}") for name, head in self.eagle.items()),
+        ]
+        for field, given, written in read:
+            place, own = Path(given or "/").expanduser().resolve(), (self.run / written).resolve()
+            if own in (place, *place.parents):
+                raise ValueError(
+                    f"{field}: {given} is what this training would write anew; give the run or the head another name"
+                )
+        return self
+
     @property
     def run(self) -> Path:
         """The run folder."""

@@ -28,7 +28,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (  # Llama's, for tar
 )
 
 from draftsmith.errors import UserError
-from draftsmith.models.eagle_start import Slots, leading_directions, start_from_embedding, start_from_states
+from draftsmith.models.eagle_start import Start, Text, initialise
 from draftsmith.models.few_rows import few_rows_fast
 from draftsmith.models.heads import load_head, save_head
 from draftsmith.models.target import Target
@@ -86,6 +86,8 @@ class EagleConfig:
             wrong.append(f"head_dim {self.head_dim} is odd, and RoPE turns pairs")
         if wrong:
             raise UserError(f"EAGLE head: impossible shape: {'; '.join(wrong)}")
+        if sorted(set(self.taps)) != list(self.taps):
+            raise UserError(f"EAGLE head: taps {list(self.taps)} do not rise; name each once, from the lowest block up")
         if self.kind not in KINDS or self.inputs not in INPUTS:
             raise UserError(f"EAGLE head: kind {self.kind!r} with inputs {self.inputs!r}; there are {KINDS}, {INPUTS}")
         if self.kind == "eagle1":
@@ -286,7 +288,7 @@ class EagleHead(nn.Module):
         return load_head(folder, EagleConfig, lambda config, vocabulary: cls(config, vocabulary, target), target)
 
 
-def new_eagle_head(
+def head_config(
     target: Target,
     taps: Sequence[int],
     vocabulary: DraftVocabulary,
@@ -296,26 +298,16 @@ def new_eagle_head(
     layers: int = 1,
     kv_heads: int | None = None,
     intermediate: int | None = None,
-    head_from_target: bool = True,
-    sample_taps: Tensor | None = None,
-    slots: Iterable[Slots] | None = None,
-    seed: int = 0,
     **switches: Any,
-) -> EagleHead:
-    """A fresh head on the target's device, of the target's width if none is given. switches: further fields of `EagleConfig`.
-
-    Weights are N(0, 0.02); the output head starts from the target's rows for the draft's tokens (`head_from_target`; in a narrower
-    head, from their coordinates along their leading singular directions), which is worth more than any choice of loss at small
-    budgets; the layer starts from the target's states (`start_from_states`) if `slots` are given, or from the embedding
-    (`start_from_embedding`) if `sample_taps` [n, A, W] are and the head has attention as wide as itself. Raises UserError for
-    impossible shapes.
-    """
+) -> EagleConfig:
+    """The shape of a head for this target: of its width, heads and intermediate width unless given. switches: further fields of
+    `EagleConfig`. Raises UserError for impossible shapes."""
     source = target.config
     head_dim = getattr(source, "head_dim", None) or target.width // source.num_attention_heads
     width = width or target.width
     heads = source.num_attention_heads if width == target.width else max(1, width // head_dim)
     same = getattr(source, "num_key_value_heads", None) or source.num_attention_heads
-    config = EagleConfig(
+    return EagleConfig(
         kind=kind,
         width=width,
         target_width=target.width,
@@ -333,36 +325,20 @@ def new_eagle_head(
         target_fingerprint=target.fingerprint(),
         **switches,
     )
-    head = EagleHead(config, vocabulary, target)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(0.0, 0.02, generator=generator)
-        if head.confidence_head is not None:
-            head.confidence_head.weight.zero_()
-        if head.lm_head is not None:
-            down = torch.eye(width)
-            if head_from_target or sample_taps is not None or slots is not None:
-                rows = target.model.get_output_embeddings().weight[vocabulary.target_ids.to(target.device)]
-                rows = rows.detach().float().cpu()
-                if width > target.width:
-                    raise UserError(
-                        f"EAGLE head: {width} is wider than the target, which it cannot start from; set head_from_target, "
-                        f"embedding_start and states_start to false, or width to at most {target.width}"
-                    )
-                if width != target.width:
-                    down = leading_directions(rows, width)
-            if head_from_target:
-                head.lm_head.weight.copy_(rows @ down.T)
-            wide = config.heads * config.head_dim == width
-            if slots is not None and not wide:
-                raise UserError(
-                    f"EAGLE head: a start from the target's states needs attention as wide as the head, not "
-                    f"{config.heads * config.head_dim} of {width}; set states_start to false"
-                )
-            if slots is not None:
-                start_from_states(head, slots, down)
-            elif sample_taps is not None and wide:
-                start_from_embedding(head, sample_taps, down)
+
+
+def new_eagle_head(
+    target: Target,
+    taps: Sequence[int],
+    vocabulary: DraftVocabulary,
+    *,
+    head_from_target: bool = True,
+    start: Start | None = None,
+    texts: Iterable[Text] = (),
+    seed: int = 0,
+    **shape: Any,
+) -> EagleHead:
+    """A fresh head on the target's device. shape: as in `head_config`; the others: as in `initialise`, which names the errors."""
+    head = EagleHead(head_config(target, taps, vocabulary, **shape), vocabulary, target)
+    initialise(head, target, head_from_target=head_from_target, start=start, texts=texts, seed=seed)
     return head.to(target.device)

@@ -7,25 +7,96 @@ as a guess of the target's next state, where states are at hand to fit it to, or
 Knows a head's weights and a sample of the target's states; knows neither losses nor caches on disk.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.errors import UserError
+from draftsmith.models.target import Target
 
 if TYPE_CHECKING:
-    from draftsmith.models.eagle import EagleHead
+    from draftsmith.models.eagle import EagleConfig, EagleHead
+
+Start = Literal["states", "embedding"]
 
 # With this scale a slot's score for itself is 1.5² · √head_dim, far above those of other tokens.
 SELF_ATTENTION = 1.5
-RIDGE = 0.01  # of the mean square of the inputs
+RIDGE = 0.01  # of the median input's sum of squares: a few huge inputs of a text's first token do not count
+TOKENS_PER_INPUT = 16  # that a regression is fitted to
+SCALE_TEXTS = 8  # that set the scale of the features
 
 
 @dataclass(frozen=True)
-class Slots:
+class Text:
+    """What a start sees of one text: the target's taps [n, A, W] of its tokens, their embeddings [n, W] and, None if unknown, the
+    last states [n, W], which the target's output head reads."""
+
+    taps: Tensor
+    embeddings: Tensor
+    last: Tensor | None
+
+
+def can_start(config: "EagleConfig") -> bool:
+    """Whether a head's layer can start otherwise than at random: it is EAGLE-3's, it reads embeddings, and it has no more value
+    dimensions than the head is wide."""
+    return config.kind == "eagle3" and config.inputs != "feature" and config.kv_heads * config.head_dim <= config.width
+
+
+@torch.no_grad()
+def initialise(
+    head: "EagleHead",
+    target: Target,
+    *,
+    head_from_target: bool = True,
+    start: Start | None = None,
+    texts: Iterable[Text] = (),
+    seed: int = 0,
+) -> None:
+    """Give a head on the CPU its first weights, all of which follow from the arguments.
+
+    Matrices are N(0, 0.02), biases 0. The output head starts from the target's rows for the draft's tokens (`head_from_target`; in
+    a narrower head, from their coordinates along their leading singular directions), which is worth more than any choice of loss
+    at small budgets; the layer starts from the target's states (`start_from_states`) or the embedding (`start_from_embedding`) of
+    `texts`, or at random (None). Raises UserError where head, target or texts do not allow that start.
+    """
+    config, generator = head.config, torch.Generator().manual_seed(seed)
+    if start is not None and not can_start(config):
+        raise UserError(
+            f"EAGLE head: no start from the {start} for {config.kind} with {config.inputs} inputs and {config.kv_heads} · "
+            f"{config.head_dim} value dimensions in a width of {config.width}: it takes eagle3, inputs other than feature and at "
+            f"most {config.width}; set fewer kv_heads, or states_start and embedding_start to false"
+        )
+    for parameter in head.parameters():
+        if parameter.ndim == 2:
+            parameter.normal_(0.0, 0.02, generator=generator)
+    for module in head.modules():
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            module.bias.zero_()  # or it would be what this process drew before
+    if head.confidence_head is not None:
+        head.confidence_head.weight.zero_()
+    if head.lm_head is None or not (head_from_target or start):
+        return
+    if config.width > target.width:
+        raise UserError(
+            f"EAGLE head: {config.width} is wider than the target, which it cannot start from; set head_from_target, "
+            f"embedding_start and states_start to false, or width to at most {target.width}"
+        )
+    rows = target.head_rows(head.vocabulary.target_ids).float().cpu()
+    down = torch.eye(config.width) if config.width == target.width else leading_directions(rows, config.width)
+    if head_from_target:
+        head.lm_head.weight.copy_(rows @ down.T)
+    if start == "states":
+        start_from_states(head, texts, down)
+    elif start == "embedding":
+        start_from_embedding(head, texts, down)
+
+
+@dataclass(frozen=True)
+class _Slots:
     """Neighbouring slots t of a text: taps [n, A, W] of x_t; embedding [n, W] of x_{t+1}; last [n, W], the state that the target's
     output head reads at t, and following [n, W], the one at t + 1."""
 
@@ -35,8 +106,20 @@ class Slots:
     following: Tensor
 
 
+def _slots(texts: Iterable[Text], tokens: int) -> Iterator[_Slots]:
+    """The slots of the first texts, until they have so many tokens. Raises UserError for a text without last states."""
+    seen = 0
+    for text in texts:
+        if text.last is None:
+            raise UserError("states_start: the cache holds no last states; cache it again with cache.last=true")
+        yield _Slots(text.taps[:-1], text.embeddings[1:], text.last[:-1], text.last[1:])
+        seen += len(text.taps)
+        if seen >= tokens:
+            return
+
+
 @torch.no_grad()
-def start_from_states(head: "EagleHead", slots: Iterable[Slots], down: Tensor) -> None:
+def start_from_states(head: "EagleHead", texts: Iterable[Text], down: Tensor) -> None:
     """Make an untrained head a good guess of the target's next state, at every rollout step.
 
     Three ridge regressions, all in the space of the states that the output head reads. The fused taps guess the target's last
@@ -45,51 +128,57 @@ def start_from_states(head: "EagleHead", slots: Iterable[Slots], down: Tensor) -
     its own slot, and value and output projection are that guess, of the rank that there are value dimensions. What is left is
     guessed by the MLP, whose random gates stay as they are: only its last projection is fitted.
 
-    slots: read four times. down: [H, W], from the target's width to the head's (the identity where they are equal).
+    texts: read three times, as far as the largest regression needs. down: [H, W], from the target's width to the head's (the
+    identity where they are equal).
     """
     layer, norm, feature_norm = head.first_layer, head.norm, head.first_layer.hidden_norm
     assert norm is not None
     assert feature_norm is not None
-    head.fc.weight.copy_(_ridge((head.joined(some.taps), some.last @ down.T) for some in slots))
-    if head.fc.bias is not None:
-        head.fc.bias.zero_()
+    inputs_of = (head.fc, layer.self_attn.v_proj, layer.mlp.down_proj)
+    tokens = TOKENS_PER_INPUT * max(projection.in_features for projection in inputs_of)
+    head.fc.weight.copy_(_ridge((head.joined(some.taps), some.last @ down.T) for some in _slots(texts, tokens)))
 
-    def read(some: Slots) -> tuple[Tensor, Tensor]:
+    def read(some: _Slots) -> tuple[Tensor, Tensor]:
         feature = head.fc(head.joined(some.taps))
         return feature, torch.cat([layer.input_layernorm(some.embedding), feature_norm(feature)], dim=-1)
 
     def steps() -> Iterator[tuple[Tensor, Tensor]]:
-        for some in slots:
+        for some in _slots(texts, tokens):
             feature, inputs = read(some)
             yield inputs, some.following @ down.T - feature
 
     for projection in (layer.self_attn.v_proj, layer.self_attn.o_proj):
         projection.weight.zero_()  # what is random here would be noise in every guess
-    linear = _pass_on(head, _ridge(steps()), down)
+    linear, sizes = _pass_on(head, _ridge(steps()), down), []
 
     def rests() -> Iterator[tuple[Tensor, Tensor]]:
-        for some in slots:
+        for some in _slots(texts, tokens):
             feature, inputs = read(some)
-            between = feature + inputs @ linear.T
-            yield layer.mlp.hidden(layer.post_attention_layernorm(between)), some.following @ down.T - between
+            between, wanted = feature + inputs @ linear.T, some.following @ down.T
+            sizes.append(wanted.pow(2).mean(-1).sqrt())
+            yield layer.mlp.hidden(layer.post_attention_layernorm(between)), wanted - between
 
     layer.mlp.down_proj.weight.copy_(_ridge(rests()))
-    sizes = torch.cat([(some.following @ down.T).pow(2).mean(-1).sqrt() for some in slots])
-    norm.weight.fill_(sizes.mean())
+    norm.weight.fill_(torch.cat(sizes).mean())
 
 
 @torch.no_grad()
-def start_from_embedding(head: "EagleHead", taps: Tensor, down: Tensor) -> None:
+def start_from_embedding(head: "EagleHead", texts: Iterable[Text], down: Tensor) -> None:
     """Make an untrained head predict, at every rollout step, from the joined token alone: as its output head reads the embedding.
 
     Attention starts by looking at its own slot, by passing the embedding on, and by taking the incoming feature off the residual,
     with features of rms 1: x = g + (down · norm(e) − norm(g)) = down · norm(e), whose rms is about 1 again. Of little use where the
     target's output head is its embedding: that reads the token itself there.
 
-    taps: [n, A, W], a sample of the target's, which sets the scale of the features. down: [H, W], from the target's width to the
-    head's (the identity where they are equal).
+    texts: the taps of the first few set the scale of the features. down: [H, W], from the target's width to the head's (the
+    identity where they are equal).
     """
-    head.fc.weight /= head.fuse(taps[None]).pow(2).mean().sqrt()
+    taps = [text.taps for text in itertools.islice(texts, SCALE_TEXTS)]
+    if not taps:
+        raise UserError(
+            "embedding_start: no row of the cache can be read; cache it again, or set embedding_start to false"
+        )
+    head.fc.weight /= head.fuse(torch.cat(taps)[None]).pow(2).mean().sqrt()
     _pass_on(head, torch.cat([down, -torch.eye(len(down))], dim=1), down)
 
 
@@ -98,7 +187,8 @@ def _pass_on(head: "EagleHead", linear: Tensor, down: Tensor) -> Tensor:
     through the value dimensions, of the same shape.
 
     Query and key are one map of the normed embedding, and a slot matches itself best. Value and output projection span the leading
-    right singular vectors of the output head: all directions if there are as many value dimensions as the head is wide.
+    right singular vectors of the output head: all directions if there are as many value dimensions as the head is wide, of which
+    there may be no more. How many heads read them does not matter.
     """
     config, attention, output = head.config, head.first_layer.self_attn, head.lm_head
     assert output is not None
@@ -124,15 +214,20 @@ def leading_directions(rows: Tensor, count: int) -> Tensor:
 
 
 def _ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """M [out, in] that minimises Σ ‖M x − y‖² + λ ‖M‖² over pairs of x [n, in] and y [n, out]; λ is `RIDGE` of Σ x² / in. Raises
-    UserError for no pairs, or inputs that are zero."""
-    inner = outer = torch.zeros((), dtype=torch.float64)
+    """M [out, in] that minimises Σ ‖M x − y‖² + λ ‖M‖² over pairs of x [n, in] and y [n, out]; λ is `RIDGE` of the median over
+    inputs of Σ x². Raises UserError for no pairs, or inputs that are zero."""
+    inner: Tensor | None = None
     for x, y in pairs:
-        inner, outer = inner + (x.T @ x).double(), outer + (x.T @ y).double()
-    if inner.ndim == 0 or not inner.any():
+        if inner is None:
+            inner = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64)
+            outer = torch.zeros(x.shape[1], y.shape[1], dtype=torch.float64)
+        inner += x.T @ x
+        outer += x.T @ y
+    if inner is None or not inner.any():
         raise UserError(
             "states_start: the rows that are trained on have no two neighbouring tokens with states to fit; train on more "
             "tokens, or set states_start to false"
         )
-    inner.diagonal().add_(RIDGE * inner.diagonal().mean())
+    squares = inner.diagonal()
+    squares.add_(RIDGE * max(float(squares.median()), 1e-9 * float(squares.mean())))
     return torch.linalg.solve(inner, outer).T.float()

@@ -95,6 +95,13 @@ class LanguageModel:
         module = self.model.get_input_embeddings()
         return bool(torch.equal(module(torch.zeros(1, dtype=torch.long, device=self.device))[0], module.weight[0]))
 
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """Rows [n, W] of the output head for these tokens with the model's own scale: last · rowsᵀ are their logits, but for a
+        bias and a soft-cap."""
+        scale = getattr(self.config, "logit_scale", None) or 1.0
+        scale /= getattr(self.config, "logits_scaling", None) or 1.0
+        return self._head.weight[ids.to(self.device)].detach() * scale
+
     def head(self, last: Tensor) -> Tensor:
         """last [..., W] (after the final norm) → logits [..., V], with the model's own scale and soft-cap."""
         logits = self._head(last)

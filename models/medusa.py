@@ -72,11 +72,10 @@ def new_medusa_heads(target: Target, vocabulary: DraftVocabulary, heads: int) ->
         "medusa", heads, target.width, target.vocabulary, vocabulary.size, target_fingerprint=target.fingerprint()
     )
     fresh = MedusaHeads(config, vocabulary)
-    output = target.model.get_output_embeddings().weight
     with torch.no_grad():
         for block, lm_head in zip(fresh.blocks, fresh.lm_heads, strict=True):
             for parameter in block.parameters():
                 parameter.zero_()
-            if output.device.type != "meta":
-                lm_head.get_parameter("weight").copy_(output[vocabulary.target_ids.to(output.device)])
+            if target.device.type != "meta":
+                lm_head.get_parameter("weight").copy_(target.head_rows(vocabulary.target_ids))
     return fresh.to(target.device)

@@ -1,16 +1,17 @@
 """Train an EAGLE head on the target's cached states, with rollouts of any length (1: without), or Medusa heads."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from draftsmith.data.cache.online import AnyCache
 from draftsmith.data.rows import Rows
 from draftsmith.errors import UserError
-from draftsmith.models.eagle import EagleConfig, EagleHead, new_eagle_head
-from draftsmith.models.eagle_start import Slots
+from draftsmith.models.eagle import EagleConfig, EagleHead, head_config, new_eagle_head
+from draftsmith.models.eagle_start import Start, Text, can_start
 from draftsmith.models.heads import head_kind, head_shape, read_config
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads, new_medusa_heads
 from draftsmith.models.target import Target
@@ -26,9 +27,11 @@ from draftsmith.train.teachers import frozen_head
 
 @dataclass
 class EagleSummary(Summary):
-    """What a head's training came to. coverage: share of the cache's supervised tokens that the head can say; ceiling: mean mass
-    that the target gives to what the head can say on the held-out rows: no acceptance of this head can be higher at T = 1."""
+    """What a head's training came to. start: what its layer started from, "states", "embedding", "random" or "a head"; coverage:
+    share of the cache's supervised tokens that the head can say; ceiling: mean mass that the target gives to what the head can say
+    on the held-out rows: no acceptance of this head can be higher at T = 1."""
 
+    start: str = "random"
     coverage: float = 1.0
     ceiling: float = 1.0
 
@@ -83,30 +86,42 @@ def new_head(
     if settings.kind == "medusa":
         return new_medusa_heads(target, vocabulary, settings.rollouts)
     columns = tap_columns(taps, settings)
-    slots = sample = None
-    if reader is not None and settings.states_start:
-        slots = CachedSlots(target, reader, columns, rows_in_turn(reader, settings, seed))
-    elif reader is not None and settings.embedding_start:
-        sample = sample_taps(reader)[:, columns]
+    fused = [taps[i] for i in columns] if settings.kind == "eagle3" else ()
+    shape: dict[str, Any] = {
+        "kind": settings.kind,
+        "width": settings.width,
+        "layers": settings.layers,
+        "kv_heads": settings.kv_heads,
+        "intermediate": settings.intermediate,
+        "inputs": settings.inputs,
+        "fc_bias": settings.fc_bias,
+        "norm_taps": settings.norm_taps,
+        "norm_state": settings.norm_state,
+        "confidence": settings.confidence > 0,
+    }
+    start: Start | None = None
+    texts: Iterable[Text] = ()
+    if reader is not None:
+        start = layer_start(head_config(target, fused, vocabulary, **shape), settings)
+        rows = rows_in_turn(reader, settings, seed) if start == "states" else range(len(reader))
+        texts = CachedTexts(target, reader, columns, rows)
     return new_eagle_head(
         target,
-        [taps[i] for i in columns] if settings.kind == "eagle3" else (),
+        fused,
         vocabulary,
-        kind=settings.kind,
-        width=settings.width,
-        layers=settings.layers,
-        kv_heads=settings.kv_heads,
-        intermediate=settings.intermediate,
         head_from_target=settings.head_from_target,
-        sample_taps=sample,
-        slots=slots,
+        start=start,
+        texts=texts,
         seed=seed,
-        inputs=settings.inputs,
-        fc_bias=settings.fc_bias,
-        norm_taps=settings.norm_taps,
-        norm_state=settings.norm_state,
-        confidence=settings.confidence > 0,
+        **shape,
     )
+
+
+def layer_start(config: EagleConfig, settings: EagleTrainSettings) -> Start | None:
+    """What the layer of a fresh head starts from; from the embedding only where its shape allows it, being the default."""
+    if settings.states_start:
+        return "states"
+    return "embedding" if settings.embedding_start and can_start(config) else None
 
 
 def started_head(folder: Path, target: Target, settings: EagleTrainSettings) -> EagleHead | MedusaHeads:
@@ -134,6 +149,8 @@ def started_config(folder: Path, settings: EagleTrainSettings) -> EagleConfig | 
             raise UserError(f"eagle start: {folder} has {config.heads} Medusa heads; set rollouts to that")
     elif settings.confidence and not config.confidence:
         raise UserError(f"eagle start: {folder} has no confidence output to train; set confidence to 0")
+    elif settings.feature_loss and config.width != config.target_width:
+        raise UserError(f"eagle start: {folder} is narrower than its target's states; set feature_loss to 0")
     return config
 
 
@@ -169,24 +186,17 @@ def new_objective(
     )
 
 
-def sample_taps(reader: AnyCache, rows: int = 8) -> torch.Tensor:
-    """Taps [n, A, W] of the first rows of the cache."""
-    return torch.cat([torch.from_numpy(reader[i].taps) for i in range(min(rows, len(reader)))])
-
-
 def rows_in_turn(reader: AnyCache, settings: EagleTrainSettings, seed: int) -> list[int]:
-    """The rows that a training reads, each once, in the order in which it comes to them."""
+    """The rows that a training reads, each once, in the order in which it comes to them: a start from the states is fitted to no
+    others."""
     plan = batch_plan(reader.lengths, settings, seed)
     return list(dict.fromkeys(row for step in plan for micro in step for row in micro))
 
 
 @dataclass(frozen=True)
-class CachedSlots:
-    """The slots of these rows of the cache, row by row, as many as the regressions of a start need: 16 for each of their inputs.
-
-    rows: of those that will be trained on, so that a start sees nothing that the training does not see. Rows that cannot be read or
-    are not finite are left out: the training says what becomes of them. Raises UserError for a cache without last states.
-    """
+class CachedTexts:
+    """These rows of the cache as texts that a head can start from, read anew every time, without those that cannot be read or are
+    not finite: the training says what becomes of them."""
 
     target: Target
     reader: AnyCache
@@ -194,23 +204,18 @@ class CachedSlots:
     rows: Sequence[int]
 
     @torch.no_grad()
-    def __iter__(self) -> Iterator[Slots]:
-        embed, seen = self.target.model.get_input_embeddings(), 0
+    def __iter__(self) -> Iterator[Text]:
+        embed = self.target.model.get_input_embeddings()
         for index in self.rows:
-            if seen >= 16 * self.target.width * max(len(self.columns), 2):
-                return
             try:
                 row = self.reader[index]
             except ROW_ERRORS:
                 continue
-            if row.last is None:
-                raise UserError("states_start: the cache holds no last states; cache it again with cache.last=true")
-            taps, last = (torch.from_numpy(states).float() for states in (row.taps[:, self.columns], row.last))
-            if not (taps.isfinite().all() and last.isfinite().all()):
-                continue
-            seen += len(row.token_ids)
-            joined = embed(torch.from_numpy(row.token_ids[1:]).long().to(self.target.device)).float().cpu()
-            yield Slots(taps[:-1], joined, last[:-1], last[1:])
+            taps = torch.from_numpy(row.taps[:, self.columns]).float()
+            last = None if row.last is None else torch.from_numpy(row.last).float()
+            if taps.isfinite().all() and (last is None or last.isfinite().all()):
+                token_ids = torch.from_numpy(row.token_ids).long().to(self.target.device)
+                yield Text(taps, embed(token_ids).float().cpu(), last)
 
 
 def train_eagle(
@@ -223,15 +228,18 @@ def train_eagle(
     log: Log | None = None,
 ) -> EagleSummary:
     """Train a head on the cache's states and distribution; `folder` gets the best weights."""
-    taps = reader.taps
+    taps, start = reader.taps, "random"
     if settings.start is not None:
+        start = "a head"
         head = started_head(Path(settings.start).expanduser(), target, settings)
         vocabulary = head.vocabulary
         if isinstance(head, EagleHead) and head.config.taps:
             settings = settings.model_copy(update={"taps": head.config.taps})
     else:
         vocabulary = draft_vocabulary(reader, target, settings.draft_vocabulary)
-        head = new_head(target, taps, vocabulary, settings, reader if settings.kind == "eagle3" else None, seed)
+        head = new_head(target, taps, vocabulary, settings, reader, seed)
+        if isinstance(head, EagleHead):
+            start = layer_start(head.config, settings) or start
     objective = new_objective(head, target, taps, settings)
     rows = [held_out[i] for i in range(min(settings.held_out_rows, len(held_out)))]
     measured = HeldOut.of(target, rows, taps)
@@ -252,4 +260,4 @@ def train_eagle(
         log=log,
         title=f"train-eagle {folder.name}",
     )
-    return EagleSummary(**vars(summary), coverage=coverage, ceiling=ceiling)
+    return EagleSummary(**vars(summary), start=start, coverage=coverage, ceiling=ceiling)

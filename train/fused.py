@@ -54,7 +54,9 @@ class _HeadLoss(torch.autograd.Function):
         exact = torch.promote_types(dtype, torch.float32)
         total, accepted = states.new_zeros((), dtype=exact), states.new_empty(len(states), dtype=exact)
         state_gradient = torch.empty_like(states)
-        weight_gradient = torch.zeros_like(weight)
+        weight_gradient = (
+            torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        )  # a frozen head has no use for it
         s, w = states.to(dtype), weight.to(dtype)
         with torch.autocast(device, enabled=False):
             for chunk in _chunks(len(states), max(len(weight), teacher.columns)):
@@ -64,15 +66,17 @@ class _HeadLoss(torch.autograd.Function):
                 accepted[chunk] = reached
                 gradient = gradient.to(dtype)
                 state_gradient[chunk] = gradient @ w
-                weight_gradient += gradient.mT @ s[chunk]
+                if weight_gradient is not None:
+                    weight_gradient += gradient.mT @ s[chunk]
         ctx.save_for_backward(state_gradient, weight_gradient)
         ctx.mark_non_differentiable(accepted)
         return total, accepted
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         state_gradient, weight_gradient = ctx.saved_tensors
-        return state_gradient * upstream[0], weight_gradient * upstream[0], None, None, None, None
+        of_weight = None if weight_gradient is None else weight_gradient * upstream[0]
+        return state_gradient * upstream[0], of_weight, None, None, None, None
 
 
 def _chunk(
@@ -188,7 +192,8 @@ def recomputed_loss(
     exact = torch.promote_types(states.dtype, torch.float32)
     total, accepted = states.new_zeros((), dtype=exact), [states.new_zeros(0, dtype=exact)]
     chunks = _chunks(len(states), max(vocabulary, teacher.columns))
-    for chunk, some in zip(chunks, states.split([len(range(len(states))[c]) for c in chunks]), strict=True):
+    # Split, not sliced: on the way back every slice would make a gradient as large as all states.
+    for chunk, some in zip(chunks, states.split([len(states[c]) for c in chunks]), strict=True):
         own = None if weights is None else weights[chunk]
         value, reached = checkpoint(of, some, chunk, own, use_reentrant=False)
         total = total + value

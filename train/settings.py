@@ -1,8 +1,8 @@
 """What a training run can be told. Kept apart from the code that trains, so that a config is read and checked without torch."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from draftsmith.settings import Settings
 
@@ -169,10 +169,10 @@ class EagleTrainSettings(TrainSettings):
     before; survival: a prediction also weighs as much as its chain is expected to get there.
 
     draft_vocabulary: size V_d, the most frequent supervised tokens, or below 1 the share of them that it must cover (null: the
-    whole vocabulary). width, kv_heads, intermediate: as in the target unless given; taps: those of the cache's that are fused
-    (null: all). head_from_target: start the output head from the target's rows; embedding_start: start the layer so that it passes
-    the joined token's embedding on, in heads whose attention is as wide as they are; states_start: start it as a guess of
-    the target's next state instead, which takes cache.last (both in `models.eagle_start`).
+    whole vocabulary). width, kv_heads, intermediate: as in the target unless given; taps: those of the cache's that are fused,
+    ascending (null: all). head_from_target: start the output head from the target's rows; embedding_start: start the layer so that
+    it passes the joined token's embedding on, in heads with no more value dimensions than they are wide; states_start: start it as
+    a guess of the target's next state instead, which takes cache.last (both in `models.eagle_start`).
     norm_taps, norm_state: EAGLE-3.1. inputs: what a slot joins, "shifted" or one of EAGLE's ablations.
 
     detach: no gradient between rollout steps (HASS, together with top_k_cross_entropy). feature_loss: weight of the regression to
@@ -203,6 +203,17 @@ class EagleTrainSettings(TrainSettings):
     noise: float = Field(0.0, ge=0)
     confidence: float = Field(0.0, ge=0)
 
+    @field_validator("draft_vocabulary", mode="before")
+    @classmethod
+    def _share_or_size(cls, value: Any) -> Any:
+        """A share of everything is not a vocabulary of one token."""
+        if isinstance(value, float) and value >= 1:
+            raise ValueError(
+                f"{value} is neither a share below 1 nor a number of tokens, which has no decimal point; null is the whole "
+                "vocabulary"
+            )
+        return value
+
     @property
     def needs_last(self) -> bool:
         """Whether the cache must hold the target's last states."""
@@ -213,12 +224,19 @@ class EagleTrainSettings(TrainSettings):
         fields = type(self).model_fields
         if extra := [name for name in UNUSED[self.kind] if getattr(self, name) != fields[name].default]:
             raise ValueError(f"{extra[0]}: kind {self.kind} has no use for it; leave it out, or give another kind")
+        if self.taps is not None and sorted(set(self.taps)) != list(self.taps):
+            raise ValueError(f"taps: must rise, each named once; give {sorted(set(self.taps))}")
         if self.start and (given := [name for name in SHAPE if getattr(self, name) != fields[name].default]):
             raise ValueError(f"{given[0]}: a start from another head brings it along; leave it out, or leave start out")
         if self.feature_loss and self.width is not None:
             raise ValueError("feature_loss: compares the head's state with the target's, so leave width out")
         if self.states_start and self.inputs != "shifted":
             raise ValueError(f"states_start: is fitted to shifted inputs, not {self.inputs}; set states_start to false")
+        if self.states_start and not self.head_from_target:
+            raise ValueError(
+                "states_start: guesses states as the target's output head reads them; set head_from_target to true, or "
+                "states_start to false"
+            )
         return self
 
 

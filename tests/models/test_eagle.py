@@ -137,6 +137,13 @@ def test_impossible_eagle_1_heads_are_refused():
             new_eagle_head(target, (), vocabulary, kind="eagle1", **options)
 
 
+@pytest.mark.parametrize("taps", [(2, 0), (1, 1)])
+def test_taps_that_no_saved_head_could_be_loaded_with_are_refused(taps):
+    target = tiny_target()
+    with pytest.raises(UserError, match="do not rise"):
+        new_eagle_head(target, taps, DraftVocabulary.all_of(target.vocabulary))
+
+
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3.1", "narrow"])
 def test_every_switch_survives_save_and_load(tmp_path, kind):
     """FAULTS 45 and 49."""

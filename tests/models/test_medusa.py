@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from architectures import target_of
 from kit import tiny_target
 
 from draftsmith.errors import UserError
@@ -30,8 +31,9 @@ def test_a_head_is_one_residual_block_and_its_own_output_head():
         torch.testing.assert_close(heads.logits(heads.state(last, k), k), wanted)
 
 
-def test_fresh_heads_predict_what_the_targets_own_head_does():
-    target = tiny_target()
+@pytest.mark.parametrize("name", ["Llama", "Granite", "Cohere"])  # the last two scale their logits
+def test_fresh_heads_predict_what_the_targets_own_head_does(name):
+    target = target_of(name)
     half = DraftVocabulary(torch.arange(0, target.vocabulary, 2), target.vocabulary)
     heads, last = new_medusa_heads(target, half, 4), torch.randn(3, target.width)
     for k in range(4):

@@ -163,3 +163,20 @@ def test_nested_values_become_dotted_names_in_their_order() -> None:
     values = {"b": {"y": 1, "x": {"z": [2]}}, "a": None, "empty": {}}
     assert list(flat(values).items()) == [("b.y", 1), ("b.x.z", [2]), ("a", None)]
     assert "b x z" in flat(values, " ")
+
+
+def test_a_training_that_would_start_from_what_it_deletes_is_refused(tmp_path: Path) -> None:
+    run, file = tmp_path / "runs" / "exp", tmp_path / "exp.yaml"
+    (run / "eagle" / "h").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(run / "eagle" / "h")
+    for given, field in (
+        (f"eagle: {{h: {{start: {run}/eagle/h}}}}", "eagle.h.start"),
+        (f"eagle: {{h: {{start: {tmp_path}/link}}}}", "eagle.h.start"),
+        (f"distill: {{checkpoint: {run}/draft/distilled}}", "distill.checkpoint"),
+        (f"distill: {{selective: {{reference: {run}/draft/distilled}}}}", "distill.selective.reference"),
+    ):
+        file.write_text(f"run_root: {tmp_path}/runs\n{given}\n")
+        with pytest.raises(UserError, match=rf"{field}: .* another name"):
+            load_config(file)
+    file.write_text(f"run_root: {tmp_path}/runs\neagle: {{g: {{start: {run}/eagle/h}}}}\n")
+    assert load_config(file).config.eagle["g"].start == f"{run}/eagle/h"

@@ -144,6 +144,19 @@ def peak_bytes(positions, vocabulary, version, teacher):
     return live.peak, 4 * (states.numel() + weight.numel())
 
 
+def test_a_frozen_head_costs_no_gradient_of_its_own_and_the_states_get_the_same():
+    states, weight, teacher = case("top 5")
+    peaks, gradients = [], []
+    for trained in (True, False):
+        s, w = states.clone().requires_grad_(), weight.clone().requires_grad_(trained)
+        with LiveBytes() as live:
+            head_loss(s, w, teacher, forward_kl)[0].backward()
+        peaks.append(live.peak)
+        gradients.append(s.grad)
+    assert torch.equal(*gradients)
+    assert peaks[1] <= peaks[0] - weight.nbytes
+
+
 @pytest.mark.parametrize("version", [head_loss, recomputed, "everything at once"])
 @pytest.mark.parametrize("teacher", ["listed", "from last"])
 def test_memory_is_bounded_by_the_chunk_and_not_by_positions(version, teacher, monkeypatch):

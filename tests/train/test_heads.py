@@ -17,16 +17,18 @@ from draftsmith.eval.decode import Decoding, as_drafter, decode
 from draftsmith.eval.drafters import EagleDrafter, MedusaDrafter
 from draftsmith.eval.sampling import Sampler
 from draftsmith.eval.tree import chain_shape
-from draftsmith.models.eagle import EagleHead, new_eagle_head
+from draftsmith.models.eagle import EagleHead, head_config, new_eagle_head
 from draftsmith.models.medusa import new_medusa_heads
 from draftsmith.models.serving.export import export_draft
 from draftsmith.models.serving.importing import import_draft
 from draftsmith.models.vocabulary import DraftVocabulary
 from draftsmith.train.eagle import (
-    CachedSlots,
+    CachedTexts,
     draft_vocabulary,
+    layer_start,
     new_head,
     new_objective,
+    rows_in_turn,
     started_head,
     supervised_counts,
     train_eagle,
@@ -97,13 +99,15 @@ def test_survival_weighs_each_prediction_by_the_acceptance_of_those_before_it(ta
     torch.testing.assert_close(objective(batch).loss, total, rtol=1e-4, atol=1e-4)
 
 
-def test_a_head_of_some_taps_reads_those_columns_of_the_batch(target, batch):
-    settings = EagleTrainSettings(taps=(2, 0), rollouts=2, embedding_start=False)
+def test_a_head_of_some_taps_reads_those_columns_of_the_batch_and_is_loaded_again(tmp_path, target, batch):
+    settings = EagleTrainSettings(taps=(0, 2), rollouts=2, embedding_start=False)
     full = DraftVocabulary.all_of(target.vocabulary)
     head = new_head(target, TAPS, full, settings)
-    assert head.config.taps == (2, 0)
+    assert head.config.taps == (0, 2)
+    head.save(tmp_path)
+    assert EagleHead.load(tmp_path, target).config == head.config
     objective = new_objective(head, target, TAPS, settings)
-    assert torch.equal(objective.features(batch), batch.taps[:, :, [2, 0]])
+    assert torch.equal(objective.features(batch), batch.taps[:, :, [0, 2]])
     with pytest.raises(UserError, match="the cache has"):
         new_head(target, TAPS, full, EagleTrainSettings(taps=(0, 3)))
 
@@ -148,6 +152,8 @@ def test_every_kind_trains_is_loaded_by_its_path_and_decodes_exactly(tmp_path, t
     reader = CacheReader(tmp_path / "cache")
     options = EagleTrainSettings(tokens=600, batch_tokens=64, matrix_lr=0.02, other_lr=0.01, **settings)
     summary = train_eagle(target, reader, rows, options, tmp_path / "head", 0)
+    random = options.kind != "eagle3"
+    assert summary.start == ("random" if random else "states" if options.states_start else "embedding")
     assert summary.expected_acceptance[0] > summary.at_start[0]
     drafter = as_drafter(tmp_path / "head", target)
     assert isinstance(drafter, MedusaDrafter if options.kind == "medusa" else EagleDrafter)
@@ -183,63 +189,82 @@ def test_a_start_reads_the_rows_of_the_training_and_no_others(tmp_path, target):
     assert set(read) == trained
 
 
-def test_a_start_leaves_out_rows_that_cannot_be_read_or_are_not_finite(tmp_path, target):
-    rows = tiny_rows(tmp_path, [24, 30, 18])
+class Damaged:
+    """A cache whose row 0 cannot be read, and whose row 1 has a NaN among its taps."""
+
+    def __init__(self, reader):
+        self.reader, self.taps, self.lengths = reader, reader.taps, reader.lengths
+
+    def __len__(self):
+        return len(self.reader)
+
+    def __getitem__(self, index):
+        if index == 0:
+            raise UserError("row 0: its checksum is wrong")
+        row = self.reader[index]
+        return row._replace(taps=row.taps * np.float32("nan")) if index == 1 else row
+
+
+@pytest.mark.parametrize("options", [{}, {"states_start": True}], ids=["from the embedding", "from the states"])
+def test_a_start_leaves_out_rows_that_cannot_be_read_or_are_not_finite(tmp_path, target, options):
+    lengths, full = [24, 30, 18, 22], DraftVocabulary.all_of(target.vocabulary)
+    rows = tiny_rows(tmp_path, lengths)
     build_cache(
         target, rows, tmp_path / "cache", CacheSettings(distribution="topk", state_codec="fp32", last=True, k=20)
     )
-    reader = CacheReader(tmp_path / "cache")
-
-    class Damaged:
-        def __getitem__(self, index):
-            if index == 0:
-                raise UserError("row 0: its checksum is wrong")
-            row = reader[index]
-            return row._replace(last=row.last * np.float32("nan")) if index == 1 else row
-
-    assert [len(slots.taps) for slots in CachedSlots(target, Damaged(), [0, 1], [0, 1, 2])] == [17]
+    reader, settings = CacheReader(tmp_path / "cache"), EagleTrainSettings(tokens=90, batch_tokens=64, **options)
+    head = new_head(target, reader.taps, full, settings, Damaged(reader))
+    start = "states" if options else "embedding"
+    order = [row for row in rows_in_turn(reader, settings, 0) if row > 1] if options else [2, 3]
+    assert set(order) == {2, 3}
+    of_the_others = CachedTexts(target, reader, range(3), order)
+    wanted = new_eagle_head(target, reader.taps, full, start=start, texts=of_the_others)
+    for name, value in wanted.state_dict().items():
+        assert torch.equal(head.state_dict()[name], value), name
+    nothing = CachedTexts(target, Damaged(reader), range(3), [0, 1])
+    with pytest.raises(UserError, match=rf"{start}_start: .* set {start}_start to false"):
+        new_eagle_head(target, reader.taps, full, start=start, texts=nothing)
 
 
 def test_a_start_without_anything_to_fit_is_refused_in_one_line(tmp_path, target):
     rows = tiny_rows(tmp_path, [1, 1, 24])
     full = DraftVocabulary.all_of(target.vocabulary)
-    settings = EagleTrainSettings(states_start=True, kv_heads=4, batch_tokens=64)
     for last, index, said in ((True, 0, "no two neighbouring tokens"), (False, 2, "the cache holds no last states")):
         place = tmp_path / f"cache-{last}"
         build_cache(target, rows, place, CacheSettings(distribution="topk", state_codec="fp32", last=last, k=20))
         reader = CacheReader(place)
-        slots = CachedSlots(target, reader, [0, 1, 2], [index])
+        texts = CachedTexts(target, reader, [0, 1, 2], [index])
         with pytest.raises(UserError, match=said):
-            new_eagle_head(target, reader.taps, full, kv_heads=settings.kv_heads, slots=slots)
+            new_eagle_head(target, reader.taps, full, kv_heads=4, start="states", texts=texts)
+        new_eagle_head(target, reader.taps, full, start="embedding", texts=texts)  # needs neither
     with pytest.raises(ValidationError, match="shifted"):
         EagleTrainSettings(states_start=True, inputs="unshifted")
     with pytest.raises(UserError, match="64 is wider than the target"):
         new_eagle_head(target, (0, 1), full, width=64)
 
 
-def test_the_slots_of_a_start_are_the_caches_rows_with_the_token_and_the_state_that_follow(tmp_path, target):
+def test_the_texts_of_a_start_are_the_caches_rows_with_their_tokens_embeddings(tmp_path, target):
     rows = tiny_rows(tmp_path, [24, 30, 18])
     build_cache(
         target, rows, tmp_path / "cache", CacheSettings(distribution="topk", state_codec="fp32", last=True, k=20)
     )
     reader = CacheReader(tmp_path / "cache")
-    found = list(CachedSlots(target, reader, [2, 0], [2, 1]))
-    assert [len(slots.taps) for slots in found] == [17, 29]
-    row, slots = reader[1], found[1]
-    token_ids = torch.from_numpy(row.token_ids).long()
-    for t in (0, 13, 28):
-        torch.testing.assert_close(slots.taps[t], torch.from_numpy(row.taps[t, [2, 0]]))
-        torch.testing.assert_close(slots.embedding[t], target.model.get_input_embeddings().weight[token_ids[t + 1]])
-        torch.testing.assert_close(slots.last[t], torch.from_numpy(row.last[t]))
-        torch.testing.assert_close(slots.following[t], torch.from_numpy(row.last[t + 1]))
+    found = list(CachedTexts(target, reader, [2, 0], [2, 1]))
+    assert [len(text.taps) for text in found] == [18, 30]
+    row, text = reader[1], found[1]
+    torch.testing.assert_close(text.taps, torch.from_numpy(row.taps[:, [2, 0]]))
+    torch.testing.assert_close(text.last, torch.from_numpy(row.last))
+    embeddings = target.model.get_input_embeddings().weight[torch.from_numpy(row.token_ids).long()]
+    torch.testing.assert_close(text.embeddings, embeddings)
 
 
-def test_the_noise_of_a_run_is_its_seeds_whatever_the_process_did_before(tmp_path, target):
+def test_weights_and_noise_of_a_run_are_its_seeds_whatever_the_process_did_before(tmp_path, target):
     rows = tiny_rows(tmp_path, [24, 30, 18])
     build_cache(
         target, rows, tmp_path / "cache", CacheSettings(distribution="topk", state_codec="fp32", last=True, k=20)
     )
-    options = EagleTrainSettings(kind="eagle1", rollouts=1, noise=0.3, tokens=128, batch_tokens=64)
+    drawn = {"noise": 0.3, "fc_bias": True, "confidence": 1.0}
+    options = EagleTrainSettings(kind="eagle1", rollouts=1, tokens=128, batch_tokens=64, **drawn)
     files = []
     for name in ("one", "two"):
         torch.rand(17)
@@ -258,7 +283,7 @@ def test_training_goes_on_from_a_head_with_its_weights_and_its_mapping(tmp_path)
     for name, taps in (("head", reader.taps[:2]), ("elsewhere", (3,))):
         new_eagle_head(target, taps, kept, norm_state=True).save(tmp_path / name)
     settings = EagleTrainSettings(start=str(tmp_path / "head"), **options)
-    train_eagle(target, reader, rows, settings, tmp_path / "continued", 0)
+    assert train_eagle(target, reader, rows, settings, tmp_path / "continued", 0).start == "a head"
     before, after = (EagleHead.load(tmp_path / name, target) for name in ("head", "continued"))
     assert after.config == before.config
     assert torch.equal(after.vocabulary.target_ids, kept.target_ids)
@@ -277,6 +302,10 @@ def test_training_goes_on_from_a_head_with_its_weights_and_its_mapping(tmp_path)
     ):
         with pytest.raises(UserError, match=said):
             train_eagle(target, reader, rows, settings.model_copy(update=change), tmp_path / "x", 0)
+    new_eagle_head(target, reader.taps, kept, width=16).save(tmp_path / "narrow")
+    narrow = settings.model_copy(update={"start": str(tmp_path / "narrow"), "feature_loss": 1.0})
+    with pytest.raises(UserError, match="set feature_loss to 0"):
+        train_eagle(target, reader, rows, narrow, tmp_path / "x", 0)
     with pytest.raises(ValidationError, match="draft_vocabulary: a start from another head brings it along"):
         EagleTrainSettings(start="head", draft_vocabulary=60)
     new_medusa_heads(target, DraftVocabulary.all_of(target.vocabulary), 3).save(tmp_path / "medusa")
@@ -295,12 +324,36 @@ def test_a_vocabulary_for_a_share_of_the_tokens_covers_it_and_is_no_larger_than_
 
 
 @pytest.mark.parametrize(
+    ("options", "start"),
+    [
+        ({}, "embedding"),
+        ({"states_start": True}, "states"),
+        ({"embedding_start": False}, None),
+        ({"inputs": "feature"}, None),
+        ({"kv_heads": 4}, None),
+        ({"kind": "eagle1"}, None),
+    ],
+)
+def test_the_default_start_is_left_out_where_the_layer_could_not_carry_the_embedding(options, start):
+    """A head that reads no embedding, or has more value dimensions (4 · 16) than it is wide (32)."""
+    target, settings = tiny_target(head_dim=16), EagleTrainSettings(**options)
+    shape = {name: options[name] for name in ("inputs", "kv_heads", "kind") if name in options}
+    config = head_config(target, TAPS, DraftVocabulary.all_of(target.vocabulary), **shape)
+    assert layer_start(config, settings) == start
+
+
+@pytest.mark.parametrize(
     ("settings", "named"),
     [
         ({"kind": "medusa", "layers": 2}, "layers"),
         ({"kind": "eagle1", "draft_vocabulary": 100}, "draft_vocabulary"),
         ({"kind": "eagle1", "norm_taps": True}, "norm_taps"),
         ({"width": 16, "feature_loss": 1.0}, "feature_loss"),
+        ({"taps": (2, 0)}, r"taps: must rise.*\[0, 2\]"),
+        ({"taps": (1, 1)}, "taps: must rise"),
+        ({"states_start": True, "head_from_target": False}, "states_start.*head_from_target"),
+        ({"draft_vocabulary": 1.0}, "1.0 is neither a share below 1"),
+        ({"draft_vocabulary": 2048.0}, "neither a share below 1 nor a number of tokens"),
     ],
 )
 def test_options_that_a_kind_has_no_use_for_are_refused(settings, named):
