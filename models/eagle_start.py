@@ -1,8 +1,9 @@
-"""How the layer of an untrained EAGLE-3 head starts.
+"""How the layer of an untrained EAGLE head starts.
 
-The head has no residual path from the joined token's embedding, and its states need not resemble anything of the target's. A layer
+EAGLE-3's has no residual path from the joined token's embedding, and its states need not resemble anything of the target's. A layer
 that starts at random must learn to carry the embedding through attention, which takes most of a small training budget. So it starts
-as a guess of the target's next state, where states are at hand to fit it to, or else by passing the embedding on.
+as a guess of the target's next state, where states are at hand to fit it to, or else by passing the embedding on. EAGLE-1's may
+start as that guess, too.
 
 Knows a head's weights and a sample of the target's states; knows neither losses nor caches on disk.
 """
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 Start = Literal["states", "embedding"]
 
-# With this scale a slot's score for itself is 1.5² · √head_dim, far above those of other tokens.
+# With this scale a slot's score for itself is 1.5² · √head_dim for each input that marks it, far above those of others.
 SELF_ATTENTION = 1.5
 RIDGE = 0.01  # of the median input's sum of squares: a few huge inputs of a text's first token do not count
 TOKENS_PER_INPUT = 16  # that a regression is fitted to
@@ -40,10 +41,12 @@ class Text:
     last: Tensor | None
 
 
-def can_start(config: "EagleConfig") -> bool:
-    """Whether a head's layer can start otherwise than at random: it is EAGLE-3's, it reads embeddings, and it has no more value
-    dimensions than the head is wide."""
-    return config.kind == "eagle3" and config.inputs != "feature" and config.kv_heads * config.head_dim <= config.width
+def can_start(config: "EagleConfig", start: Start) -> bool:
+    """Whether a head's layer can start so: it reads embeddings, and is EAGLE-3's with no more value dimensions than the head is
+    wide, or EAGLE-1's, which starts from states alone."""
+    if config.kind == "eagle1":
+        return start == "states" and config.inputs == "shifted"
+    return config.inputs != "feature" and config.kv_heads * config.head_dim <= config.width
 
 
 @torch.no_grad()
@@ -64,11 +67,11 @@ def initialise(
     `texts`, or at random (None). Raises UserError where head, target or texts do not allow that start.
     """
     config, generator = head.config, torch.Generator().manual_seed(seed)
-    if start is not None and not can_start(config):
+    if start is not None and not can_start(config, start):
         raise UserError(
             f"EAGLE head: no start from the {start} for {config.kind} with {config.inputs} inputs and {config.kv_heads} · "
-            f"{config.head_dim} value dimensions in a width of {config.width}: it takes eagle3, inputs other than feature and at "
-            f"most {config.width}; set fewer kv_heads, or states_start and embedding_start to false"
+            f"{config.head_dim} value dimensions in a width of {config.width}: EAGLE-3 takes inputs other than feature and at most "
+            f"{config.width}, EAGLE-1 starts from states alone; set fewer kv_heads, or states_start and embedding_start to false"
         )
     for parameter in head.parameters():
         if parameter.ndim == 2:
@@ -78,6 +81,8 @@ def initialise(
             module.bias.zero_()  # or it would be what this process drew before
     if head.confidence_head is not None:
         head.confidence_head.weight.zero_()
+    if head.lm_head is None and start == "states":
+        start_eagle1_from_states(head, texts)
     if head.lm_head is None or not (head_from_target or start):
         return
     if config.width > target.width:
@@ -128,6 +133,8 @@ def start_from_states(head: "EagleHead", texts: Iterable[Text], down: Tensor) ->
     its own slot, and value and output projection are that guess, of the rank that there are value dimensions. What is left is
     guessed by the MLP, whose random gates stay as they are: only its last projection is fitted.
 
+    A slot is told from others by its embedding and its feature: by the embedding alone it would look at all slots of that token.
+
     texts: read three times, as far as the largest regression needs. down: [H, W], from the target's width to the head's (the
     identity where they are equal).
     """
@@ -149,7 +156,8 @@ def start_from_states(head: "EagleHead", texts: Iterable[Text], down: Tensor) ->
 
     for projection in (layer.self_attn.v_proj, layer.self_attn.o_proj):
         projection.weight.zero_()  # what is random here would be noise in every guess
-    linear, sizes = _pass_on(head, _ridge(steps()), down), []
+    both = torch.cat([down, torch.eye(len(down))], dim=1)
+    linear, sizes = _pass_on(head, _ridge(steps()), both), []
 
     def rests() -> Iterator[tuple[Tensor, Tensor]]:
         for some in _slots(texts, tokens):
@@ -179,25 +187,52 @@ def start_from_embedding(head: "EagleHead", texts: Iterable[Text], down: Tensor)
             "embedding_start: no row of the cache can be read; cache it again, or set embedding_start to false"
         )
     head.fc.weight /= head.fuse(torch.cat(taps)[None]).pow(2).mean().sqrt()
-    _pass_on(head, torch.cat([down, -torch.eye(len(down))], dim=1), down)
+    identity = torch.eye(len(down))
+    _pass_on(head, torch.cat([down, -identity], dim=1), torch.cat([down, 0 * identity], dim=1))
 
 
-def _pass_on(head: "EagleHead", linear: Tensor, down: Tensor) -> Tensor:
+@torch.no_grad()
+def start_eagle1_from_states(head: "EagleHead", texts: Iterable[Text]) -> None:
+    """Make an untrained EAGLE-1 head a good guess of the target's next state, at every rollout step.
+
+    Two ridge regressions: the fusion guesses h_{t+1} from [e_{t+1}, h_t], and what is left is guessed by the MLP, as in
+    `start_from_states`. Attention adds nothing at first: its output projection is zero.
+
+    texts: read twice, as far as the larger regression needs.
+    """
+    layer = head.first_layer
+    tokens = TOKENS_PER_INPUT * max(head.fc.in_features, layer.mlp.down_proj.in_features)
+
+    def steps() -> Iterator[tuple[Tensor, Tensor]]:
+        for some in _slots(texts, tokens):
+            yield torch.cat([some.embedding, some.last], dim=-1), some.following
+
+    def rests() -> Iterator[tuple[Tensor, Tensor]]:
+        for inputs, following in steps():
+            fused = head.fc(inputs)
+            yield layer.mlp.hidden(layer.post_attention_layernorm(fused)), following - fused
+
+    head.fc.weight.copy_(_ridge(steps()))
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.copy_(_ridge(rests()))
+
+
+def _pass_on(head: "EagleHead", linear: Tensor, marks: Tensor) -> Tensor:
     """Let the first layer's attention add linear · [norm(e), norm(g)] of its own slot; linear [H, W + H]. Returns what of it fits
     through the value dimensions, of the same shape.
 
-    Query and key are one map of the normed embedding, and a slot matches itself best. Value and output projection span the leading
-    right singular vectors of the output head: all directions if there are as many value dimensions as the head is wide, of which
-    there may be no more. How many heads read them does not matter.
+    marks: [H, W + H], by what of [norm(e), norm(g)] slots are told apart: query and key are one map of it, and a slot matches
+    itself best. Value and output projection span the leading right singular vectors of the output head: all directions if there
+    are as many value dimensions as the head is wide, of which there may be no more. How many heads read them does not matter.
     """
     config, attention, output = head.config, head.first_layer.self_attn, head.lm_head
     assert output is not None
     basis = leading_directions(output.weight, config.kv_heads * config.head_dim)
-    embedding, groups = slice(0, config.target_width), config.heads // config.kv_heads
+    groups = config.heads // config.kv_heads
     split = (config.kv_heads, 1, config.head_dim, -1)
     queries = basis.view(split).expand(-1, groups, -1, -1).reshape(-1, config.width)
-    attention.q_proj.weight[:, embedding] += SELF_ATTENTION * queries @ down
-    attention.k_proj.weight[:, embedding] += SELF_ATTENTION * basis @ down
+    attention.q_proj.weight += SELF_ATTENTION * queries @ marks
+    attention.k_proj.weight += SELF_ATTENTION * basis @ marks
     attention.v_proj.weight += basis @ linear
     attention.o_proj.weight += queries.T / groups
     return basis.T @ basis @ linear

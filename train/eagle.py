@@ -82,7 +82,7 @@ def new_head(
     seed: int = 0,
 ) -> EagleHead | MedusaHeads:
     """An untrained head of the kind and shape that the settings describe. taps: those of the cache; reader: the cache, from whose
-    states an EAGLE-3 layer starts (None: at random)."""
+    states the layer of an EAGLE head starts (None: at random)."""
     if settings.kind == "medusa":
         return new_medusa_heads(target, vocabulary, settings.rollouts)
     columns = tap_columns(taps, settings)
@@ -121,7 +121,7 @@ def layer_start(config: EagleConfig, settings: EagleTrainSettings) -> Start | No
     """What the layer of a fresh head starts from; from the embedding only where its shape allows it, being the default."""
     if settings.states_start:
         return "states"
-    return "embedding" if settings.embedding_start and can_start(config) else None
+    return "embedding" if settings.embedding_start and can_start(config, "embedding") else None
 
 
 def started_head(folder: Path, target: Target, settings: EagleTrainSettings) -> EagleHead | MedusaHeads:

@@ -153,10 +153,11 @@ class DistillSettings(TrainSettings):
 LAYERS = 256  # of one model; more is a slip of the hand that would take minutes to be laid out
 
 # What each kind of head has no use for.
-OF_EAGLE = ("layers", "kv_heads", "intermediate", "inputs", "fc_bias", "detach", "feature_loss", "noise", "confidence")
-OF_EAGLE3 = ("width", "taps", "norm_taps", "norm_state", "head_from_target", "embedding_start", "states_start")
+OF_LAYER = ("layers", "kv_heads", "intermediate", "inputs", "fc_bias", "states_start")
+OF_EAGLE = (*OF_LAYER, "detach", "feature_loss", "noise", "confidence")
+OF_EAGLE3 = ("width", "taps", "norm_taps", "norm_state", "head_from_target", "embedding_start")
 # The shape and first weights of a head, which a start from another head's folder brings along.
-SHAPE = (*OF_EAGLE3, "layers", "kv_heads", "intermediate", "inputs", "fc_bias", "draft_vocabulary")
+SHAPE = (*OF_EAGLE3, *OF_LAYER, "draft_vocabulary")
 UNUSED = {"eagle3": (), "eagle1": (*OF_EAGLE3, "draft_vocabulary"), "medusa": (*OF_EAGLE, *OF_EAGLE3)}
 
 

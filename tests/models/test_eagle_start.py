@@ -53,14 +53,14 @@ class MadeText:
     """Texts of a target whose states are functions of what a slot reads: h_t linear in the taps, h_{t+1} in norm(e_{t+1}) and
     norm(h_t), but for `bend` times a product of two linear functions of that."""
 
-    def __init__(self, target, rows, length=8, seed=2, bend=0.0):
+    def __init__(self, target, rows, length=8, seed=2, bend=0.0, words=94):
         width, generator = target.width, torch.Generator().manual_seed(1)
         shapes = ((width, width), (width, width), (3 * width, width))
         of_token, of_state, to_taps = (torch.randn(shape, generator=generator) / width**0.5 for shape in shapes)
         left, right = (torch.randn(3, width, generator=generator) / width**0.5 for _ in range(2))
         spread = torch.randn(3, width, generator=generator)
         generator.manual_seed(seed)
-        self.tokens = torch.randint(6, 100, (rows, length), generator=generator)
+        self.tokens = torch.randint(6, 6 + words, (rows, length), generator=generator)
         self.embeddings = target.model.get_input_embeddings()(self.tokens).detach()
         states = [torch.randn(rows, width, generator=generator)]
         for t in range(1, length):
@@ -79,7 +79,8 @@ class MadeText:
 def explained(head, text, steps):
     """R² of the head's states for the states that they stand for, at every rollout step."""
     found = []
-    for k, states in enumerate(rollout(head, text.tokens, text.taps, steps)):
+    features = text.taps if head.config.taps else text.states
+    for k, states in enumerate(rollout(head, text.tokens, features, steps)):
         wanted, guess = text.states[:, 1 + k :], states[:, : text.states.shape[1] - 1 - k].detach()
         found.append(1 - float((guess - wanted).pow(2).sum() / (wanted - wanted.mean((0, 1))).pow(2).sum()))
     return found
@@ -94,6 +95,29 @@ def test_started_from_the_states_a_head_guesses_the_targets_next_state_at_every_
     def started(start, joins=1):
         full = DraftVocabulary.all_of(target.vocabulary)
         return explained(new_eagle_head(target, TAPS, full, start=start, texts=text.texts(joins)), unseen, 3)
+
+    assert min(started("states")) > 0.7
+    assert max(started("states", joins=0)) < 0.3
+    assert max(started(None)) < 0.1
+
+
+def test_a_slot_is_not_blurred_by_others_of_the_same_token():
+    """Texts of three words: told apart by its embedding alone, a slot would look at every third one."""
+    target = tiny_target(num_key_value_heads=4)
+    text, unseen = (MadeText(target, rows, length=40, seed=rows, words=3) for rows in (60, 20))
+    full = DraftVocabulary.all_of(target.vocabulary)
+    head = new_eagle_head(target, TAPS, full, start="states", texts=text.texts())
+    assert min(explained(head, unseen, 3)) > 0.6
+
+
+def test_an_eagle1_head_started_from_the_states_guesses_the_next_one_too():
+    target = tiny_target()
+    text, unseen = MadeText(target, 200), MadeText(target, 50, seed=3)
+    full = DraftVocabulary.all_of(target.vocabulary)
+
+    def started(start, joins=1):
+        head = new_eagle_head(target, (), full, kind="eagle1", start=start, texts=text.texts(joins))
+        return explained(head, unseen, 3)
 
     assert min(started("states")) > 0.7
     assert max(started("states", joins=0)) < 0.3
@@ -146,15 +170,16 @@ def test_a_start_from_states_reads_as_many_texts_as_its_largest_regression_needs
 @pytest.mark.parametrize("start", ["states", "embedding"])
 @pytest.mark.parametrize(
     "shape",
-    [{"kv_heads": 4}, {"kind": "eagle1"}, {"inputs": "feature"}],
-    ids=["more value dimensions than it is wide", "EAGLE-1", "no embedding read"],
+    [{"kv_heads": 4}, {"kind": "eagle1", "inputs": "unshifted"}, {"inputs": "feature"}],
+    ids=["more value dimensions than it is wide", "EAGLE-1 with other inputs", "no embedding read"],
 )
 def test_a_head_that_could_carry_nothing_on_is_refused_a_start(start, shape):
     target = tiny_target(head_dim=16)
     text, full = MadeText(target, 40), DraftVocabulary.all_of(target.vocabulary)
     new_eagle_head(target, TAPS, full, start=start, texts=text.texts())
+    taps = () if "kind" in shape else TAPS
     with pytest.raises(UserError, match=f"no start from the {start}"):
-        new_eagle_head(target, TAPS, full, start=start, texts=text.texts(), **shape)
+        new_eagle_head(target, taps, full, start=start, texts=text.texts(), **shape)
 
 
 def test_a_fresh_head_is_its_seeds_whatever_the_process_drew_before():
