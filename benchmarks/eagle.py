@@ -41,7 +41,7 @@ from draftsmith.train.settings import EagleTrainSettings
 sys.path.insert(0, str(Path(__file__).parent))
 from bootstrap import METHOD
 from eagle_claims import study_rows
-from eagle_heads import FIRST, LONG, NEW_TOKENS, ROWS, SHARED, TEACHERS, TIMES, TUNED, TUNING_SEED, WITH_TREE, K
+from eagle_heads import FIRST, NEW_TOKENS, ROWS, SHARED, TEACHERS, TUNED, TUNING_SEED, WITH_TREE, K
 from eagle_page import page
 from study import Journal, Plan, command, do_missing, opened, processes, publish_study, revisions, study_parser
 
@@ -59,17 +59,16 @@ class Job:
 
 
 def job(row: str, tokens: int, seed: int) -> Job:
-    settings = SHARED | (ROWS | LONG | TUNED)[row] | {"tokens": tokens * (TIMES if row in LONG else 1)}
+    settings = SHARED | (ROWS | TUNED)[row] | {"tokens": tokens}
     return Job(row, json.dumps(settings, sort_keys=True), seed)
 
 
 def jobs(tokens: int, seeds: int) -> list[Job]:
-    """The claim's rows with all their seeds, then every other row seed by seed, the long ones last."""
+    """The claim's rows with all their seeds, then every other row seed by seed, then those that chose the learning rates."""
     first = [job(row, tokens, seed) for seed in range(seeds) for row in FIRST]
     others = [[job(row, tokens, seed) for row in ROWS if row not in FIRST] for seed in range(seeds)]
     tuned = [job(row, tokens, TUNING_SEED) for row in TUNED]
-    long = [job(row, tokens, seed) for seed in range(seeds) for row in LONG]
-    return [*first, *(one for entries in others for one in entries), *tuned, *long]
+    return [*first, *(one for entries in others for one in entries), *tuned]
 
 
 def quick_jobs() -> list[Job]:

@@ -31,7 +31,7 @@ step k − 1 makes of the data. `rollouts: 1` trains without it. [Decoding](deco
 
 Made by `{command}` from a finished demo; every number stands in `docs/studies/eagle.json`, with its settings. {budget}
 Every head sees the same rows of the same cache in an order that its seed gives. The learning rates of EAGLE-1, of EAGLE-3 and of
-EAGLE-3 from the states were chosen with a seed and held-out texts of their own (last table). Heads differ from `eagle1` or
+both from the states were chosen with a seed and held-out texts of their own (last table). Heads differ from `eagle1` or
 `eagle3` in what their name says; those of a *plain start* in that their layer starts at random (`embedding_start: false`), the
 *random head* in its output head, too; those that start from the states (`states_start`), *all that helps* among them, in their
 learning rate, too: an eighth of the others'.
@@ -195,6 +195,13 @@ ADVICE = [
     ("plain start", "random head", "leave `head_from_target` on", "set `head_from_target: false`"),
     ("eagle3", "plain start", "leave `embedding_start` on", "set `embedding_start: false`"),
     ("eagle3, start from the states", "eagle3", "set `states_start`", "leave `states_start` off"),
+    ("eagle1, start from the states", "eagle1", "set `states_start`", "leave `states_start` off"),
+    (
+        "eagle3, all that helps",
+        "eagle1, start from the states",
+        "`kind: eagle3` with the last block's tap, `feature_loss` and `states_start`",
+        "`kind: eagle1` with `states_start`, which trains in a quarter of the time",
+    ),
     (
         "eagle3",
         "eagle3, V/2",
