@@ -201,10 +201,12 @@ def drafts(config: Config, target: "Target", work: Work) -> dict[str, "nn.Module
     import torch
 
     from draftsmith.models.draft import DraftLM
+    from draftsmith.models.eagle import EagleHead
+    from draftsmith.models.eagle_start import check_start
     from draftsmith.models.target import choose_taps
     from draftsmith.models.vocabulary import DraftVocabulary
     from draftsmith.train.distill import new_draft, place
-    from draftsmith.train.eagle import new_head
+    from draftsmith.train.eagle import layer_start, new_head
 
     taps = () if config.cache.taps == "none" else choose_taps(target.blocks, config.cache.taps)
     if config.distill.starts_from == "checkpoint":
@@ -227,7 +229,9 @@ def drafts(config: Config, target: "Target", work: Work) -> dict[str, "nn.Module
         vocabulary = DraftVocabulary(torch.arange(size), target.vocabulary)  # which tokens does not matter here
         bare = settings.model_copy(update={"head_from_target": False})
         with torch.device("meta"):
-            found[name] = new_head(target, taps, vocabulary, bare)
+            found[name] = head = new_head(target, taps, vocabulary, bare)
+        if isinstance(head, EagleHead):
+            check_start(head.config, layer_start(head.config, settings), settings.head_from_target)
     return found
 
 

@@ -49,6 +49,30 @@ def can_start(config: "EagleConfig", start: Start) -> bool:
     return config.inputs != "feature" and config.kv_heads * config.head_dim <= config.width
 
 
+def check_start(config: "EagleConfig", start: Start | None, head_from_target: bool) -> None:
+    """Raise UserError where a head of this shape cannot have these first weights."""
+    values = config.kv_heads * config.head_dim
+    if start is not None and not can_start(config, start):
+        raise UserError(
+            f"EAGLE head: no start from the {start} for {config.kind} with {config.inputs} inputs and {config.kv_heads} · "
+            f"{config.head_dim} value dimensions in a width of {config.width}: EAGLE-3 takes inputs other than feature and at most "
+            f"{config.width}, EAGLE-1 starts from states alone; set fewer kv_heads, or states_start and embedding_start to false"
+        )
+    if config.kind == "eagle1" or not (head_from_target or start):
+        return
+    if config.width > config.target_width:
+        raise UserError(
+            f"EAGLE head: {config.width} is wider than the target, which it cannot start from; set head_from_target, "
+            f"embedding_start and states_start to false, or width to at most {config.target_width}"
+        )
+    needed = max(values if start else 0, config.width if config.width < config.target_width else 0)
+    if needed > config.draft_vocabulary:
+        raise UserError(
+            f"EAGLE head: {needed} {'value' if needed == values else 'width'} dimensions need a draft vocabulary of at least as "
+            f"many tokens, not {config.draft_vocabulary}"
+        )
+
+
 @torch.no_grad()
 def initialise(
     head: "EagleHead",
@@ -64,15 +88,10 @@ def initialise(
     Matrices are N(0, 0.02), biases 0. The output head starts from the target's rows for the draft's tokens (`head_from_target`; in
     a narrower head, from their coordinates along their leading singular directions), which is worth more than any choice of loss
     at small budgets; the layer starts from the target's states (`start_from_states`) or the embedding (`start_from_embedding`) of
-    `texts`, or at random (None). Raises UserError where head, target or texts do not allow that start.
+    `texts`, or at random (None). Raises UserError where the head's shape (`check_start`) or the texts do not allow that start.
     """
     config, generator = head.config, torch.Generator().manual_seed(seed)
-    if start is not None and not can_start(config, start):
-        raise UserError(
-            f"EAGLE head: no start from the {start} for {config.kind} with {config.inputs} inputs and {config.kv_heads} · "
-            f"{config.head_dim} value dimensions in a width of {config.width}: EAGLE-3 takes inputs other than feature and at most "
-            f"{config.width}, EAGLE-1 starts from states alone; set fewer kv_heads, or states_start and embedding_start to false"
-        )
+    check_start(config, start, head_from_target)
     for parameter in head.parameters():
         if parameter.ndim == 2:
             parameter.normal_(0.0, 0.02, generator=generator)
@@ -85,11 +104,6 @@ def initialise(
         start_eagle1_from_states(head, texts)
     if head.lm_head is None or not (head_from_target or start):
         return
-    if config.width > target.width:
-        raise UserError(
-            f"EAGLE head: {config.width} is wider than the target, which it cannot start from; set head_from_target, "
-            f"embedding_start and states_start to false, or width to at most {target.width}"
-        )
     rows = target.head_rows(head.vocabulary.target_ids).float().cpu()
     down = torch.eye(config.width) if config.width == target.width else leading_directions(rows, config.width)
     if head_from_target:
@@ -239,12 +253,8 @@ def _pass_on(head: "EagleHead", linear: Tensor, marks: Tensor) -> Tensor:
 
 
 def leading_directions(rows: Tensor, count: int) -> Tensor:
-    """The `count` leading right singular vectors [count, W] of rows [N, W]: eigenvectors of rowsᵀ rows, so that no matrix as tall
-    as a vocabulary is decomposed. Raises UserError where rows have fewer."""
-    if count > min(rows.shape):
-        raise UserError(
-            f"EAGLE head: {count} value dimensions need a draft vocabulary of at least as many tokens, not {len(rows)}"
-        )
+    """The `count` leading right singular vectors [count, W] of rows [N, W], which has no fewer: eigenvectors of rowsᵀ rows, so that
+    no matrix as tall as a vocabulary is decomposed."""
     return torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :count].T
 
 

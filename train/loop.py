@@ -294,7 +294,8 @@ class _Trainer:
         norm = nn.utils.clip_grad_norm_(parameters, self.settings.clip or math.inf)
         if not torch.isfinite(norm):
             cause = nonfinite_gradients(self.objective)
-            raise UserError(f"{self._unfinite('gradient is not finite', micro)}: {cause or 'seen by another rank'}")
+            cause = cause or "the norm of all together is too large for a number, or another rank saw it"
+            raise UserError(f"{self._unfinite('gradient is not finite', micro)}: {cause}")
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss, Sums(total[0], total[1 : 1 + K], total[1 + K :])

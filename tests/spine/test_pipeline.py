@@ -282,6 +282,21 @@ def test_the_plan_tells_the_size_of_the_cache_and_the_parameters(
     assert "a stated rate must be a number of tokens/s" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ("{width: 64}", "wider than the target"),
+        ("{width: 12, states_start: true}", "no start from the states"),
+        ("{draft_vocabulary: 10}", "value dimensions need a draft vocabulary"),
+    ],
+)
+def test_the_plan_refuses_a_head_that_the_training_would_refuse_after_the_cache_is_built(
+    config: Path, capsys: pytest.CaptureFixture[str], changes: str, said: str
+) -> None:
+    assert run("plan", config, f"eagle.more={changes}", "cache.last=true") == 2
+    assert said in capsys.readouterr().err.replace("\n", " ")
+
+
 def test_the_plan_of_a_head_that_goes_on_from_another_has_the_shape_of_that_one(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
