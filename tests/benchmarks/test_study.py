@@ -14,6 +14,7 @@ import decode_page
 import distill_page
 import eagle_page
 import peers_page
+import smollm2_page
 import study
 from study import Journal, command, do_missing, publish_study, rounded, study_parser, study_text
 
@@ -24,6 +25,7 @@ PAGES = {
     "distill": ("distillation", distill_page.page),
     "eagle": ("eagle", eagle_page.page),
     "peers": ("peers", peers_page.page),
+    "smollm2": ("smollm2", smollm2_page.page),
 }
 
 
