@@ -87,7 +87,7 @@ The EAGLE-3 paper reports 4.05 → 6.13 tokens per verify for Llama-3.1-8B on MT
 
 EAGLE-1's layer starts at random, as in its paper, and regresses to the target's states. Our EAGLE-3 regresses, too, norms its
 taps as EAGLE-3.1 does, and starts as a guess of the target's next state (`states_start`, three ridge regressions on the same
-tokens). *eagle3-plain* does none of these and is the closest here to the published recipe, which also leaves
+tokens; EAGLE-1's takes two). *eagle3-plain* does none of these and is the closest here to the published recipe, which also leaves
 the last block out of the taps, weighs step k by 0.8^k, and starts its output head at random: the output heads of all EAGLE-3 heads
 here start from the target's rows, for the tokens that are likeliest in the cache.
 
@@ -97,8 +97,9 @@ best of 0.02, 0.04 and 0.08; for EAGLE-3 0.005, which the demo's target had taug
 
 ## Limits
 
-What is compared are recipes, with very few tokens. The start is ours and EAGLE-1 has none like it: where *eagle3-plain* is no
-better than *eagle1*, the gain of *eagle3* is that of its start, norms and regression, and not of fused taps and rollouts alone.
+What is compared are recipes, with very few tokens, and the goal is held against EAGLE-1 as its paper has it. *eagle1-from-states*
+is EAGLE-1 with the start that *eagle3* has, at its rate: what *eagle3* has over that one is due to taps, rollouts and an output
+head of its own, the rest of its gain to the start. What *eagle3-plain* lacks, start, norms and regression are worth together.
 The papers train on ten thousand times these tokens: sizes do not carry over. Texts end after {new_tokens} tokens: the verify that
 is cut off there counts as a whole one, which takes a little from every number and most from the better heads'. Nothing is said
 of speed; a layer of a 30-block target costs little of it ([decoding](decoding.md) measures costs on the demo's).
