@@ -14,7 +14,8 @@ from markdown import machine, met, span, table
 
 GOAL = 1.2  # tokens per verify, our EAGLE-3 recipe over EAGLE-1
 BASE, OURS = COMPARED = ("eagle1", "eagle3")
-GAIN, TAU, TRAINED = "over EAGLE-1", "tokens per verify", "training"
+SAME_START = "eagle1-from-states"
+GAIN, TAU, TRAINED = "tokens per verify over another head's", "tokens per verify", "training"
 SETTINGS = ("tree 0", "tree 1", "chain 0", "chain 1")
 #: What a reader wants to know of each head's recipe.
 TOLD = (
@@ -35,13 +36,14 @@ def study_rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     for entry in entries:
         groups.setdefault(entry["job"]["head"], []).append(entry)
     domains = ("all", *entries[0]["decoded"])
-    compared = [head for head in groups if head != BASE and seeds_of(groups, head) & seeds_of(groups, BASE)]
+    pairs = [*((head, BASE) for head in groups if head != BASE), (OURS, SAME_START)]
+    pairs = [pair for pair in pairs if seeds_of(groups, pair[0]) & seeds_of(groups, pair[1])]
     rows: list[dict[str, Any]] = []
-    for head, setting, domain in product(compared, SETTINGS, domains):
-        theirs, own = (sums(groups[name], domain, "decoded", setting, (0, 1)) for name in (BASE, head))
-        about = {"head": head, "decoding": setting, "domain": domain}
+    for (head, base), setting, domain in product(pairs, SETTINGS, domains):
+        theirs, own = (sums(groups[name], domain, "decoded", setting, (0, 1)) for name in (base, head))
+        about = {"head": head, "over": base, "decoding": setting, "domain": domain}
         row = gain(own, theirs) | {"what": GAIN, "settings": about}
-        goal = head == OURS and setting.startswith("tree") and domain == "all"
+        goal = (head, base) == (OURS, BASE) and setting.startswith("tree") and domain == "all"
         rows.append(row | ({"goal": f">= {GOAL}", "met": row["value"] >= GOAL} if goal else {}))
     for head, group in groups.items():
         for setting, domain in product(SETTINGS, domains):
@@ -131,8 +133,9 @@ def gain_table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         about = row["settings"]
-        lines.append((about["head"], *named(row), span(row), str(row["seeds"]), row.get("goal", ""), met(row)))
-    return table(("head", "decoding", "texts", "ratio (95 %)", "seeds", "goal", "met"), lines)
+        heads = f"{about['head']} over {about['over']}"
+        lines.append((heads, *named(row), span(row), str(row["seeds"]), row.get("goal", ""), met(row)))
+    return table(("heads", "decoding", "texts", "ratio (95 %)", "seeds", "goal", "met"), lines)
 
 
 def tau_table(rows: list[dict[str, Any]]) -> str:

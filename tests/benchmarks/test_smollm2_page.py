@@ -61,3 +61,11 @@ def test_the_page_says_which_goal_is_missed_and_what_each_head_is():
     assert "| tree, T = 0 | code | 1.20 (1.20–1.20) | 1.30 (1.30–1.30) | 1.10 (1.10–1.10) |" in text
     assert "| eagle1 | 1 | 0.0 | False | False | all |" in text
     assert "| eagle3 | 1 | 0.0 | False | False | 512 |" in text
+
+
+def test_ours_is_compared_with_eagle1_from_the_same_start_too_and_that_holds_no_goal():
+    rows = study_rows([line("eagle1", 1.2), line("eagle3", 1.5), line("eagle1-from-states", 1.6)])
+    row = next(row for row in rows if row["what"] == GAIN and row["settings"]["over"] == "eagle1-from-states")
+    assert row["settings"]["head"] == "eagle3"
+    assert row["value"] == pytest.approx(1.5 / 1.6)
+    assert "goal" not in row
