@@ -40,10 +40,10 @@ class Measured:
 
     def row(self, count: int) -> dict[str, Any]:
         """value, low, high (95 %), count: what the value was divided by, seeds."""
-        few = len(self.seeds)
-        samples = self.texts
+        seeds = self.seeds[np.isfinite(self.seeds)]  # without those that nothing was counted of
+        few, samples = len(seeds), self.texts
         if few > 1:
-            error = self.seeds.std(ddof=1) / np.sqrt(few)
+            error = seeds.std(ddof=1) / np.sqrt(few)
             samples = samples + error * np.random.default_rng(1).standard_t(few - 1, RESAMPLES)
         low, high = np.nanpercentile(samples, [2.5, 97.5])
         return {"value": self.value, "low": float(low), "high": float(high), "count": count, "seeds": few}

@@ -68,6 +68,9 @@ def test_sums_are_pooled_and_what_was_never_counted_is_left_out():
     assert pooled(found).value == pytest.approx(4 / 6)
     assert np.isfinite([ratio_row(found)[key] for key in ("low", "high")]).all()
     assert ratio_row({0: found[0]})["seeds"] == 1
+    row = ratio_row(found | {2: np.zeros((2, 2))})  # a seed whose chains never got there
+    assert (row["value"], row["seeds"]) == (pytest.approx(4 / 6), 2)
+    assert np.isfinite([row["low"], row["high"]]).all()
 
 
 def test_the_sums_of_lines_stand_under_their_seeds_whatever_their_order():
