@@ -201,7 +201,7 @@ def chosen_rates(entries: list[Entry]) -> dict[str, float | None]:
 
 
 def main() -> None:
-    parser = study_parser(__doc__, "runs/bench-peers", tokens=24_000, seeds=2, workers=1)
+    parser = study_parser(__doc__, "runs/bench-peers", tokens=24_000, seeds=3, workers=1)
     parser.add_argument("--environments", type=Path, default=Path(".peers"), help="where the peers are installed")
     parser.add_argument(
         "--rates", type=int, default=3, help="learning rates tried beside each peer's default, at most 3"
