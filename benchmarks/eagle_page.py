@@ -187,7 +187,12 @@ ADVICE = [
     ("eagle3", "eagle3, 2 rollouts", "4 `rollouts` rather than 2", "2 `rollouts` are enough, and cheaper"),
     ("eagle3, 7 rollouts", "eagle3", "7 `rollouts` rather than 4", "4 `rollouts` are enough, and cheaper"),
     ("eagle3", "eagle3, feature loss", "leave `feature_loss` at 0", "set `feature_loss`"),
-    ("eagle3", "eagle3, one tap", "fuse three depths", "fuse the last block alone: a third of the cache (engines differ in what they load: docs/formats.md)"),
+    (
+        "eagle3",
+        "eagle3, one tap",
+        "fuse three depths",
+        "fuse the last block alone, a third of the cache, where the engine loads it",
+    ),
     ("eagle3", "eagle3, detached", "leave `detach` off", "set `detach`"),
     ("eagle3, decay 0.8", "eagle3", "set `decay: 0.8`", "leave `decay` at 1"),
     ("full teacher, -log acceptance", "full teacher, KL", "`loss: negative_log_acceptance`", "`loss: forward_kl`"),
