@@ -98,21 +98,22 @@ class LanguageModel:
     def head_rows(self, ids: Tensor) -> Tensor:
         """Rows [n, W] of the output head for these tokens with the model's own scale: last · rowsᵀ are their logits, but for a
         bias and a soft-cap."""
-        scale = getattr(self.config, "logit_scale", None) or 1.0
-        scale /= getattr(self.config, "logits_scaling", None) or 1.0
-        return self._head.weight[ids.to(self.device)].detach() * scale
+        return self._scaled(self._head.weight[ids.to(self.device)].detach())
 
     def head(self, last: Tensor) -> Tensor:
         """last [..., W] (after the final norm) → logits [..., V], with the model's own scale and soft-cap."""
-        logits = self._head(last)
-        config = self.config
-        if getattr(config, "logits_scaling", None):  # Granite
-            logits = logits / config.logits_scaling
-        if getattr(config, "logit_scale", None):  # Cohere
-            logits = logits * config.logit_scale
-        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma 2: cap · tanh(z / cap)
+        logits = self._scaled(self._head(last))
+        if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma 2: cap · tanh(z / cap)
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+    def _scaled(self, values: Tensor) -> Tensor:
+        """Logits, or the output head's rows, with the model's own scale."""
+        if divisor := getattr(self.config, "logits_scaling", None):  # Granite
+            values = values / divisor
+        if factor := getattr(self.config, "logit_scale", None):  # Cohere
+            values = values * factor
+        return values
 
     def forward(
         self,

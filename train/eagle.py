@@ -29,7 +29,7 @@ from draftsmith.train.teachers import frozen_head
 class EagleSummary(Summary):
     """What a head's training came to. start: what its layer started from, "states", "embedding", "random" or "a head"; coverage:
     share of the cache's supervised tokens that the head can say; ceiling: mean mass that the target gives to what the head can say
-    on the held-out rows: no acceptance of this head can be higher at T = 1."""
+    on the held-out rows: the acceptance of the first step cannot be higher at T = 1."""
 
     start: str = "random"
     coverage: float = 1.0

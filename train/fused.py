@@ -54,9 +54,8 @@ class _HeadLoss(torch.autograd.Function):
         exact = torch.promote_types(dtype, torch.float32)
         total, accepted = states.new_zeros((), dtype=exact), states.new_empty(len(states), dtype=exact)
         state_gradient = torch.empty_like(states)
-        weight_gradient = (
-            torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        )  # a frozen head has no use for it
+        # A frozen head has no use for a gradient.
+        weight_gradient = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         s, w = states.to(dtype), weight.to(dtype)
         with torch.autocast(device, enabled=False):
             for chunk in _chunks(len(states), max(len(weight), teacher.columns)):

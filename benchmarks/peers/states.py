@@ -3,6 +3,7 @@
 Written with Draftsmith, read in the peers' own environments, which cannot import it. Knows no recipe.
 """
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -37,14 +38,15 @@ def held_out(run: Path) -> tuple[list[Row], list[Row]]:
 
 
 def write_states(run: Path, folder: Path, tokens: int, seeds: list[int]) -> None:
-    """Everything that a recipe reads, unless it is there.
+    """Everything that a recipe reads, unless it is there for these seeds.
 
     states.safetensors: of all rows that any seed uses, one behind the other: token_ids int64 [N], supervised bool [N], taps bf16
     [N, A, W] as in the run's cache, before_norm and last float32 [N, W] (the last state before and after the final norm), offsets
     int64 [rows + 1]. vocabulary.safetensors: d2t int64 [V_d] (offsets), t2d bool [V]. about.json: sizes, the target's folder, and
     for each seed the rows of every optimiser step, which are those that our trainer takes.
     """
-    if (folder / "about.json").is_file():
+    done = folder / "about.json"
+    if done.is_file() and {str(seed) for seed in seeds} <= json.loads(done.read_text(encoding="utf-8"))["steps"].keys():
         return
     target = Target.load(run / "target")
     reader, settings = CacheReader(run / "cache", target.fingerprint()), recipe(run, tokens)
